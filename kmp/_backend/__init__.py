@@ -1,0 +1,22 @@
+"""What differs between backends, one file each: the only place that names tf, jax or torch.
+
+Every backend file offers the same functions; the rest of kmp calls them through this package and
+otherwise knows `keras.ops` alone.
+"""
+
+import keras
+
+if keras.backend.backend() == "tensorflow":
+    from kmp._backend.tensorflow import matmul_float32
+elif keras.backend.backend() == "jax":
+    from kmp._backend.jax import matmul_float32
+elif keras.backend.backend() == "torch":
+    from kmp._backend.torch import matmul_float32
+else:
+    raise ImportError(
+        "kmp runs on the Keras backends tensorflow, jax and torch. Received: "
+        f"KERAS_BACKEND={keras.backend.backend()}. Set the environment variable KERAS_BACKEND to "
+        "one of these three before importing keras."
+    )
+
+__all__ = ["matmul_float32"]
