@@ -1,5 +1,23 @@
 """kmp: mixed precision for Keras 3 that never loses a run."""
 
+from kmp import callbacks, layers
 from kmp._version import __version__
+from kmp.health import GradientReport
+from kmp.optimizer import LossScaleOptimizer, scaled
+from kmp.scaling import DynamicLossScale, NoOpLossScale, ScaleState, StaticLossScale
+from kmp.trees import all_finite, select_tree
 
-__all__ = ["__version__"]
+__all__ = [
+    "DynamicLossScale",
+    "GradientReport",
+    "LossScaleOptimizer",
+    "NoOpLossScale",
+    "ScaleState",
+    "StaticLossScale",
+    "__version__",
+    "all_finite",
+    "callbacks",
+    "layers",
+    "scaled",
+    "select_tree",
+]

@@ -7,11 +7,41 @@ otherwise knows `keras.ops` alone.
 import keras
 
 if keras.backend.backend() == "tensorflow":
-    from kmp._backend.tensorflow import matmul_float32
+    from kmp._backend.tensorflow import (
+        all_reduce_sum,
+        apply_if,
+        barrier,
+        gradient_rows,
+        gradient_values,
+        map_gradient_values,
+        matmul_float32,
+        read,
+        step_on_replicas,
+    )
 elif keras.backend.backend() == "jax":
-    from kmp._backend.jax import matmul_float32
+    from kmp._backend.jax import (
+        all_reduce_sum,
+        apply_if,
+        barrier,
+        gradient_rows,
+        gradient_values,
+        map_gradient_values,
+        matmul_float32,
+        read,
+        step_on_replicas,
+    )
 elif keras.backend.backend() == "torch":
-    from kmp._backend.torch import matmul_float32
+    from kmp._backend.torch import (
+        all_reduce_sum,
+        apply_if,
+        barrier,
+        gradient_rows,
+        gradient_values,
+        map_gradient_values,
+        matmul_float32,
+        read,
+        step_on_replicas,
+    )
 else:
     raise ImportError(
         "kmp runs on the Keras backends tensorflow, jax and torch. Received: "
@@ -19,4 +49,14 @@ else:
         "one of these three before importing keras."
     )
 
-__all__ = ["matmul_float32"]
+__all__ = [
+    "all_reduce_sum",
+    "apply_if",
+    "barrier",
+    "gradient_rows",
+    "gradient_values",
+    "map_gradient_values",
+    "matmul_float32",
+    "read",
+    "step_on_replicas",
+]

@@ -1,10 +1,102 @@
 """The TensorFlow side of `kmp._backend`."""
 
-from keras import ops
+from collections.abc import Callable
+from typing import Any
 
-from kmp._types import Tensor
+import tensorflow as tf
+from keras import ops
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
+from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
+
+from kmp._types import Gradient, Tensor, Variable
+
+
+def inside_xla() -> bool:
+    """Tell at trace time whether XLA will compile what is being traced."""
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
-    """`x @ kernel` with half operands and a float32 accumulator and result."""
-    return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
+    """`x @ kernel` of two half matrices, accumulated and returned in float32.
+
+    Only XLA has such a product: elsewhere the operands are cast up, which gives the same numbers.
+    No gradient is registered for it; the caller brings its own.
+    """
+    if not inside_xla():
+        return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
+    rows_by_columns = DotDimensionNumbers(
+        lhs_contracting_dimensions=[1], rhs_contracting_dimensions=[0]
+    )
+    product = gen_xla_ops.xla_dot_v2(
+        lhs=x,
+        rhs=kernel,
+        dimension_numbers=rows_by_columns.SerializeToString(),
+        precision_config="",
+        preferred_element_type=tf.float32,
+    )
+    product.set_shape((x.shape[0], kernel.shape[1]))
+    return product
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """The sum of `x` over the replicas of the surrounding `tf.distribute` strategy."""
+    replica = tf.distribute.get_replica_context()
+    return x if replica is None else replica.all_reduce(tf.distribute.ReduceOp.SUM, x)
+
+
+def gradient_values(gradient: Gradient) -> Tensor:
+    """The numbers of a gradient, dense or sparse."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def gradient_rows(gradient: Gradient) -> Tensor:
+    """The numbers of a gradient, with the rows of a sparse one that meet in the same index summed.
+
+    A batch that uses one embedding twice yields two slices for it; their sum is the gradient.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    order = tf.argsort(gradient.indices)
+    indices = tf.gather(gradient.indices, order)
+    new = tf.concat([[0], tf.cast(indices[1:] != indices[:-1], "int32")], axis=0)
+    values = tf.gather(gradient.values, order)
+    return tf.math.unsorted_segment_sum(values, tf.cumsum(new), tf.shape(new)[0])
+
+
+def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient) -> Gradient:
+    """Apply an elementwise function to the numbers of a gradient; sparse stays sparse."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = function(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return function(gradient)
+
+
+def barrier(x: Tensor) -> Tensor:
+    """Keep XLA from copying what computes `x` into each of its consumers."""
+    return gen_xla_ops.xla_optimization_barrier([x])[0] if inside_xla() else x
+
+
+def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
+    """Run `update`, whose effects on `variables` hold only if `finite`.
+
+    Outside XLA a branch (a select would read and write every variable on its own). Inside XLA a
+    select, since a conditional stays one there and stalls the device.
+    """
+    if not inside_xla():
+        tf.cond(finite, lambda: (update(), finite)[1], lambda: finite)
+        return
+    before = [tf.identity(v.value) for v in variables]
+    update()
+    for variable, old in zip(variables, before, strict=True):
+        variable.assign(tf.where(finite, variable.value, old))
+
+
+def step_on_replicas(step: Callable, gradients: list[Gradient], variables: list[Variable]) -> bool:
+    """False outside a `tf.distribute` strategy."""
+    return False
+
+
+def read(model: Any, variables: list[Variable]) -> list[Tensor]:
+    """The present values of optimizer variables of `model`."""
+    return [v.value for v in variables]

@@ -1,10 +1,58 @@
 """The PyTorch side of `kmp._backend`."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from keras import ops
 
-from kmp._types import Tensor
+from kmp._types import Gradient, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
-    """`x @ kernel` with half operands and a float32 accumulator and result."""
+    """`x @ kernel` of two half matrices, accumulated and returned in float32.
+
+    Only CUDA has such a product: elsewhere the operands are cast up, which gives the same numbers.
+    """
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, kernel, out_dtype=torch.float32)
     return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """`x` itself: Keras refuses synchronized statistics on torch."""
+    return x
+
+
+def gradient_values(gradient: Gradient) -> Tensor:
+    """The numbers of a gradient; Keras's embeddings have dense ones on PyTorch."""
+    return gradient
+
+
+gradient_rows = gradient_values
+
+
+def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient) -> Gradient:
+    """Apply an elementwise function to the numbers of a gradient."""
+    return function(gradient)
+
+
+def barrier(x: Tensor) -> Tensor:
+    """`x`: PyTorch runs eagerly, nothing duplicates what computes it."""
+    return x
+
+
+def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
+    """Run `update` if `finite`: the one host synchronisation of the step, as in PyTorch's own."""
+    if bool(finite):
+        update()
+
+
+def step_on_replicas(step: Callable, gradients: list[Gradient], variables: list[Variable]) -> bool:
+    """False: DistributedDataParallel hands every process the same reduced gradients."""
+    return False
+
+
+def read(model: Any, variables: list[Variable]) -> list[Tensor]:
+    """The present values of optimizer variables of `model`."""
+    return [v.value for v in variables]

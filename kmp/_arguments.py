@@ -1,0 +1,50 @@
+"""Checks of what users pass in: what was expected, what was received, what to write instead."""
+
+from typing import Any
+
+# Between the smallest normal float32 and its reciprocal, neither S nor 1/S leaves float32.
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether `value` is a real number or a scalar array of one."""
+    if isinstance(value, (bool, str, bytes)):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def number(name: str, value: Any, owner: str) -> float:
+    """Return `value` as a float, or say which argument of `owner` is no number."""
+    if not is_number(value):
+        raise ValueError(
+            f"`{name}` of {owner} must be a number. Received: {name}={value!r} (of type "
+            f"{type(value).__name__})."
+        )
+    return float(value)
+
+
+def scale_number(name: str, value: Any, owner: str) -> float:
+    """Return `value` if it can be a loss scale."""
+    value = number(name, value, owner)
+    if not _SMALLEST_SCALE <= value <= _LARGEST_SCALE:
+        raise ValueError(
+            f"`{name}` of {owner} must be a positive, finite number between 2**-126 and 2**126, so "
+            f"that its reciprocal is finite too. Received: {name}={value}. Write a power of two, "
+            f"such as {name}={2.0**15 if name != 'min_scale' else 1.0}."
+        )
+    return value
+
+
+def whole_number(name: str, value: Any, owner: str) -> int:
+    """Return `value` if it is a count of steps, at least 1."""
+    count = number(name, value, owner)
+    if not (count >= 1 and count == int(count) < 2**31):
+        raise ValueError(
+            f"`{name}` of {owner} must be a whole number of steps, at least 1. "
+            f"Received: {name}={value!r}. Write for example {name}=1."
+        )
+    return int(count)

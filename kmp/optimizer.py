@@ -1,0 +1,382 @@
+"""The optimizer that `model.compile` takes: loss scaling around any Keras optimizer."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from kmp import _backend, health, scaling
+from kmp._arguments import is_number
+from kmp._types import Gradient, Tensor, Variable
+from kmp.scaling import DynamicLossScale, LossScale, NoOpLossScale, ScaleState
+from kmp.trees import all_finite, map_gradients
+
+# What Keras's base class would answer for itself although the inner optimizer decides it.
+_INNER_SETTINGS = (
+    "weight_decay",
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "gradient_accumulation_steps",
+)
+
+
+def scaled(optimizer: Any, loss_scale: Any = "dynamic", **optimizer_arguments) -> Any:
+    """Wrap an optimizer in loss scaling, ready for `model.compile`.
+
+    Args:
+        optimizer: a `keras.optimizers.Optimizer` class, instance, name or config.
+        loss_scale: `"dynamic"`, `"none"`, a positive number (static), or a strategy such as
+            `kmp.DynamicLossScale(growth_interval=500)`.
+        **optimizer_arguments: what the optimizer's constructor takes, with a class or a name.
+
+    Returns:
+        `kmp.LossScaleOptimizer`.
+
+    Raises:
+        ValueError: if the optimizer scales losses itself, if `loss_scale` names no strategy, or if
+            arguments come with an optimizer that is already built from others.
+
+    Example:
+
+    >>> optimizer = scaled("sgd", learning_rate=0.5, momentum=0.9)
+    >>> optimizer.inner_optimizer.momentum
+    0.9
+    """
+    if isinstance(optimizer, type):
+        inner = optimizer(**optimizer_arguments)
+    elif isinstance(optimizer, str):
+        inner = keras.optimizers.get({"class_name": optimizer, "config": optimizer_arguments})
+    elif optimizer_arguments:
+        raise ValueError(
+            "Arguments of the optimizer go with its class or name. Received: an optimizer "
+            f"{type(optimizer).__name__} that has its own, and {sorted(optimizer_arguments)}. "
+            "Write kmp.scaled(keras.optimizers.Adam, learning_rate=1e-3) or set them on the instance."
+        )
+    else:
+        inner = keras.optimizers.get(optimizer)
+    if getattr(inner, "loss_scale_factor", None) is not None:
+        raise ValueError(
+            "`optimizer` must not scale the loss itself. Received: "
+            f"loss_scale_factor={inner.loss_scale_factor}. Leave loss_scale_factor out and write "
+            f"kmp.scaled({type(inner).__name__}, loss_scale={inner.loss_scale_factor}, ...)."
+        )
+    return LossScaleOptimizer(inner, loss_scale=loss_scale)
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """Scales the loss, checks the gradients, and lets a step happen wholly or not at all.
+
+    In each step:
+
+    ```
+    gradients, measured together  = gradients / scale       the scale that the loss was given
+    all finite:    inner_optimizer.apply(gradients)
+    otherwise:     nothing is written: no weight, slot, iteration, average or accumulator
+    scale          = loss_scale.next(scale, finite)
+    ```
+
+    A drop-in for `keras.optimizers.LossScaleOptimizer`; unlike it, the scale keeps a floor and a
+    ceiling, and the state tells what happened. Attributes and settings that it does not have
+    itself are those of the inner optimizer.
+
+    Args:
+        inner_optimizer: `keras.optimizers.Optimizer` instance (or its name or config).
+        initial_scale: float, Keras's argument: short for `DynamicLossScale(initial_scale=...)`.
+        dynamic_growth_steps: int, Keras's argument: short for
+            `DynamicLossScale(growth_interval=...)`.
+        name: str.
+        loss_scale: `"dynamic"`, `"none"`, a positive number or a strategy; not together with the
+            two arguments above. See `kmp.scaled`.
+        measure_gradients: bool, whether each step fills `gradient_health`.
+        **kwargs: the base optimizer's arguments at their defaults, as Keras allows in old configs.
+
+    Attributes:
+        dynamic_scale: float32[], the scale of the next step.
+        step_counter: int[], finite steps in a row since the scale last moved.
+        steps: int32[], training steps so far, skipped ones included.
+        skipped_steps: int32[], steps so far that were skipped.
+        consecutive_skips: int32[], skipped steps in a row up to now.
+        gradient_health: float32[num_variables, 5] or None; see `kmp.health.COLUMNS`.
+
+    Raises:
+        ValueError: if the inner optimizer scales the loss itself, or an argument is out of range.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.layers.Dense(1)])
+    >>> model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024), "mse")
+    >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+    >>> float(model.optimizer.dynamic_scale), int(model.optimizer.skipped_steps)
+    (1024.0, 0)
+
+    Source: Micikevicius et al. 2018; skip and rescale as in torch.amp.GradScaler.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        name: str | None = None,
+        *,
+        loss_scale: Any = None,
+        measure_gradients: bool = True,
+        **kwargs,
+    ):
+        rule = _choose_rule(loss_scale, initial_scale, dynamic_growth_steps)
+        inner_optimizer = _checked_inner(inner_optimizer)
+        super().__init__(inner_optimizer, float(rule.init().scale), name=name, **kwargs)
+        self.loss_scale = rule
+        self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
+        self.measure_gradients = bool(measure_gradients)
+        self.gradient_health = None
+        for setting in _INNER_SETTINGS:
+            self.__dict__.pop(setting, None)  # from here on __getattr__ answers
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("inner_optimizer")
+        if inner is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _INNER_SETTINGS and "inner_optimizer" in self.__dict__:
+            setattr(self.inner_optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    @property
+    def steps(self) -> Variable:
+        """Training steps so far, skipped ones included; `iterations` counts the applied ones."""
+        return self._iterations
+
+    @property
+    def scale_state(self) -> ScaleState:
+        """The loss scale's state as tensors, to read or to hand to `loss_scale`."""
+        return ScaleState(
+            ops.convert_to_tensor(self.dynamic_scale),
+            ops.convert_to_tensor(self.step_counter),
+            ops.convert_to_tensor(self.consecutive_skips),
+        )
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        if self.built:
+            return
+        var_list = list(var_list)
+        _warn_of_unscaled_float16(self.loss_scale, var_list)
+        # Keras's build reads these two to make variables that are the inner optimizer's business.
+        self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
+        super().build(var_list)
+        del self.__dict__["use_ema"], self.__dict__["gradient_accumulation_steps"]
+        self._sizes = tuple(math.prod(v.shape) for v in var_list)
+        self.skipped_steps = self._add_counter("skipped_steps")
+        self.consecutive_skips = self._add_counter("consecutive_skips")
+        if self.measure_gradients:
+            self.gradient_health = self.add_variable(
+                shape=(len(var_list), len(health.COLUMNS)),
+                dtype="float32",
+                aggregation="none",
+                name="gradient_health",
+            )
+
+    def _add_counter(self, name: str) -> Variable:
+        return self.add_variable(shape=(), dtype="int32", aggregation="none", name=name)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss multiplied by the present scale, in at least float32."""
+        return self.loss_scale.scale(
+            loss, self.scale_state if self.built else self.loss_scale.init()
+        )
+
+    def apply(
+        self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None
+    ) -> None:
+        """Update the variables, or nothing if any gradient is not finite.
+
+        Args:
+            grads: gradients of the *scaled* loss; tensors, `tf.IndexedSlices` or None.
+            trainable_variables: their variables; those of `build` if left out.
+
+        Raises:
+            ValueError: if there is no gradient at all, or not one for each variable.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        if not self.built:
+            if trainable_variables is None:
+                raise ValueError(
+                    "`apply` needs `trainable_variables` when the optimizer is not built yet. "
+                    "Call optimizer.build(model.trainable_variables) first, or pass them."
+                )
+            self.build(list(trainable_variables))
+        variables = list(trainable_variables or self._trainable_variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                "`grads` must hold one gradient (or None) for each variable. Received: "
+                f"{len(grads)} gradients for {len(variables)} variables."
+            )
+        if all(g is None for g in grads):
+            raise ValueError(
+                "No gradients provided for any variable. Is the loss computed from the model's "
+                "outputs, and does `compile` have a `loss`?"
+            )
+        if not _backend.step_on_replicas(self, grads, variables):
+            self.step(grads, variables)
+
+    def step(self, grads: list[Gradient], variables: list[Variable]) -> None:
+        """Run one step on gradients that are the same wherever this code runs."""
+        grads = self.unscaled(grads, variables)
+        measured, finite = self.measured(grads, variables)
+        _backend.apply_if(
+            finite, lambda: self.inner_optimizer.apply(grads, variables), self._guarded(variables)
+        )
+        self.record(measured, finite)
+
+    def unscaled(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
+        """Divide the gradients by the scale that the loss was multiplied with."""
+        true = self.loss_scale.unscale(grads, self.scale_state)
+        if self.inner_optimizer.gradient_accumulation_steps:
+            # Keras's accumulators have the variable's dtype and must meet their own.
+            true = [
+                map_gradients(lambda x, v=v: ops.cast(x, v.dtype), g)
+                for g, v in zip(true, variables, strict=True)
+            ]
+        # Float8's scales arrive as "gradients" that replace the variable: never scaled.
+        overwritten = [self._overwrite_variable_with_gradient(v) for v in variables]
+        return [g if raw else t for raw, g, t in zip(overwritten, grads, true, strict=True)]
+
+    def measured(
+        self, grads: list[Gradient], variables: list[Variable]
+    ) -> tuple[Tensor | None, Tensor]:
+        """Measure unscaled gradients: (float32[num_variables, 4] or None, bool[] all finite)."""
+        if self.gradient_health is None:
+            return None, _backend.barrier(all_finite(grads))
+        rows: list[Gradient] = [None] * len(self._sizes)
+        for grad, variable in zip(grads, variables, strict=True):
+            rows[self._get_variable_index(variable)] = grad
+        measured = health.measure(rows, self._sizes)
+        finite = ops.equal(ops.sum(measured[:, health.NONFINITE]), 0.0)
+        return measured, _backend.barrier(finite)
+
+    def record(self, measured: Tensor | None, finite: Tensor) -> None:
+        """Write down the verdict: the next scale, the counters and the measurements."""
+        state = self.loss_scale.next(self.scale_state, finite)
+        self.dynamic_scale.assign(state.scale)
+        self.step_counter.assign(ops.cast(state.finite_steps, self.step_counter.dtype))
+        self.consecutive_skips.assign(state.overflows)
+        self.skipped_steps.assign_add(ops.cast(ops.logical_not(finite), "int32"))
+        self._iterations.assign_add(1)
+        if self.gradient_health is not None:
+            previous = ops.convert_to_tensor(self.gradient_health)
+            self.gradient_health.assign(health.accumulate(measured, previous))
+
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence[Tensor],
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """`apply` as a pure function, for JAX.
+
+        Args:
+            optimizer_variables: values of `optimizer.variables`.
+            grads: gradients of the scaled loss.
+            trainable_variables: values of the variables that the optimizer was built with.
+
+        Returns:
+            `(trainable_variables, optimizer_variables)` after the step.
+        """
+        # Keras's own loss scaling branches here; its base class runs `apply` in a stateless scope.
+        base = super(keras.optimizers.LossScaleOptimizer, self)
+        return base.stateless_apply(optimizer_variables, grads, trainable_variables)
+
+    def _guarded(self, variables: list[Variable]) -> list[Variable]:
+        """Everything that the inner optimizer may write; Nadam hides one variable in itself."""
+        inner = self.inner_optimizer
+        known = {id(v) for v in inner.variables}
+        hidden = [
+            v for v in vars(inner).values() if isinstance(v, keras.Variable) and id(v) not in known
+        ]
+        return variables + inner.variables + hidden
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
+            "measure_gradients": self.measure_gradients,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        return cls(inner, **config)
+
+
+def _choose_rule(loss_scale: Any, initial_scale: Any, growth_interval: Any) -> LossScale:
+    given = {"initial_scale": initial_scale, "growth_interval": growth_interval}
+    given = {name: value for name, value in given.items() if value is not None}
+    if loss_scale is not None:
+        if given:
+            raise ValueError(
+                "Pass either `loss_scale` or Keras's `initial_scale` and `dynamic_growth_steps`. "
+                f"Received: loss_scale={loss_scale!r} and {given}. Write "
+                "loss_scale=kmp.DynamicLossScale(initial_scale=..., growth_interval=...)."
+            )
+        return scaling.get(loss_scale)
+    if is_number(initial_scale):  # Keras's argument knows no bounds: it moves them
+        given["min_scale"] = min(DynamicLossScale.min_scale, initial_scale)
+        given["max_scale"] = max(DynamicLossScale.max_scale, initial_scale)
+    return DynamicLossScale(**given)
+
+
+def _checked_inner(optimizer: Any) -> Any:
+    if isinstance(optimizer, type):
+        raise ValueError(
+            f"`inner_optimizer` must be an optimizer instance. Received the class "
+            f"{optimizer.__name__}. Write kmp.scaled({optimizer.__name__}, ...) or pass "
+            f"{optimizer.__name__}(...)."
+        )
+    optimizer = keras.optimizers.get(optimizer)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`inner_optimizer` must not scale the loss itself: two scales would divide the "
+            f"learning rate. Received: {type(optimizer).__name__} around "
+            f"{type(optimizer.inner_optimizer).__name__}. Pass its `inner_optimizer` instead."
+        )
+    if type(optimizer).scale_loss is not keras.optimizers.Optimizer.scale_loss:
+        raise ValueError(
+            "`inner_optimizer` must not scale the loss itself: two scales would divide the "
+            f"learning rate. Received: {type(optimizer).__name__}, which overrides `scale_loss`. "
+            "Pass an optimizer without it, or compile with that optimizer alone."
+        )
+    return optimizer
+
+
+def _warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> None:
+    if not isinstance(rule, NoOpLossScale):
+        return
+    policy = keras.config.dtype_policy()
+    half_variables = [v.path for v in variables if v.dtype == "float16"]
+    if policy.compute_dtype == "float16" or half_variables:
+        where = f"the policy {policy.name!r}" if not half_variables else half_variables[0]
+        warnings.warn(
+            f"float16 without loss scaling ({where}): gradients below 6e-8 become zero. Write "
+            'loss_scale="dynamic", or train in bfloat16, which needs no loss scaling.',
+            stacklevel=3,
+        )

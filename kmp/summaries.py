@@ -1,0 +1,235 @@
+"""TensorBoard event files without TensorFlow: the tensorboard package's protos and record format.
+
+tensorboard is imported when the first writer is made, as most programs never make one and its
+protobuf costs 20 ms to import next to jax and 220 ms next to torch.
+"""
+
+import itertools
+import numbers
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+_file_number = itertools.count()  # tells the writers of one process apart
+
+
+class SummaryWriter:
+    """Writes scalars, texts, histograms and a dashboard to a directory that TensorBoard shows.
+
+    Each writer appends to an event file of its own, in the order of the calls. What it has written
+    is on disk after `flush()` or `close()`. Scalars are float32, as TensorBoard keeps them: NaN
+    and the infinities are written as such, and numbers beyond float32 become infinite.
+
+    TensorBoard takes the directory for the run. To resume a run, make a new writer on the same
+    directory and go on counting steps. Writers that are open at the same time belong in different
+    directories: TensorBoard's Python loader follows only the newest file of a run.
+
+    Example:
+
+    >>> import kmp.summaries
+    >>> with kmp.summaries.SummaryWriter("logs/run_1") as writer:
+    ...     writer.custom_scalars_layout({"Mixed precision": {"loss scale": ["loss_scale$"]}})
+    ...     writer.scalar("loss_scale", 2.0**15, step=100)
+    ...     writer.scalars({"skipped_steps": 3, "global_norm": float("inf")}, step=100)
+    ...     writer.text("report", "**3** steps skipped", step=100)
+    ...     writer.histogram("exponents", counts=[4, 2], edges=[-24, -14, 16], step=100)
+
+    Then `tensorboard --logdir logs`.
+
+    Args:
+        log_dir: Path of a local directory, created where it is missing.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]):
+        path = os.fspath(log_dir) if isinstance(log_dir, str | os.PathLike) else log_dir
+        if not isinstance(path, str):
+            raise TypeError(_message("`log_dir` must be a path", log_dir, 'log_dir="logs/run_1"'))
+        if not path or "://" in path:  # makedirs would take gs://bucket for a local "gs:"
+            expected = "`log_dir` must be a directory of the local file system"
+            raise ValueError(_message(expected, log_dir, 'log_dir="logs/run_1" and copy it later'))
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        os.makedirs(path, exist_ok=True)
+        name = (
+            f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+            f".{next(_file_number)}.kmp"
+        )
+        # A record is one `write` of a buffered file: records of two threads do not mix.
+        self._records = RecordWriter(open(os.path.join(path, name), "xb"))  # noqa: SIM115
+        self._has_layout = False
+        self._write(file_version="brain.Event:2", source_metadata={"writer": "kmp.summaries"})
+        self.flush()
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Writes one number, for the tabs Time Series and Scalars.
+
+        Args:
+            tag: Name of the chart; charts are grouped by what is before the first `/`.
+            value: A Python or numpy float or int, not a tensor.
+            step: The training step, an int from 0.
+        """
+        self.scalars({tag: value}, step)
+
+    def scalars(self, mapping: Mapping[str, float], step: int) -> None:
+        """Writes the numbers of one step, `{tag: value}`, in one record: all of them or none."""
+        if not isinstance(mapping, Mapping):
+            expected = "`mapping` must be a dict of tags and numbers"
+            raise TypeError(_message(expected, mapping, '{"loss_scale": 32768.0}'))
+        for tag, value in mapping.items():
+            if not isinstance(value, numbers.Real):
+                expected = f"The value of {tag!r} must be one Python or numpy number"
+                raise TypeError(_message(expected, value, "float(value)"))
+        tensors = {
+            tag: {"dtype": "DT_FLOAT", "tensor_shape": {}, "float_val": [float(value)]}
+            for tag, value in mapping.items()
+        }
+        self._write_summary("scalars", tensors, step)
+
+    def text(self, tag: str, markdown: str, step: int) -> None:
+        """Writes a text for the tab Text, which renders it as Markdown."""
+        if not isinstance(markdown, str):
+            raise TypeError(_message("`markdown` must be a str", markdown, "str(report)"))
+        self._write_summary("text", {tag: _string(markdown.encode())}, step)
+
+    def histogram(
+        self, tag: str, counts: Sequence[float], edges: Sequence[float], step: int
+    ) -> None:
+        """Writes ready-made bins, for the tabs Histograms and Distributions.
+
+        Args:
+            tag: Name of the chart.
+            counts: `[bins]`, how many values lie in each bin.
+            edges: `[bins + 1]`, finite and increasing: bin `i` reaches from `edges[i]` to
+                `edges[i + 1]`.
+            step: The training step, an int from 0.
+        """
+        heights, borders = np.asarray(counts, "float64"), np.asarray(edges, "float64")
+        example = "counts=[4, 2], edges=[-24, -14, 16] for two bins"
+        if heights.ndim != 1 or not heights.size or borders.shape != (heights.size + 1,):
+            expected = "`edges` must have one entry more than `counts`, which must not be empty"
+            raise ValueError(_message(expected, (counts, edges), example))
+        if not (np.isfinite(borders).all() and (np.diff(borders) > 0).all()):
+            expected = "`edges` must be finite and increase"
+            raise ValueError(_message(expected, edges, example))
+        if not (np.isfinite(heights).all() and (heights >= 0).all()):
+            expected = "`counts` must be finite and not negative"
+            raise ValueError(_message(expected, counts, example))
+        rows = np.stack([borders[:-1], borders[1:], heights], axis=1)  # f64[bins, 3]
+        tensor = {
+            "dtype": "DT_DOUBLE",
+            "tensor_shape": {"dim": [{"size": size} for size in rows.shape]},
+            "double_val": rows.ravel().tolist(),
+        }
+        self._write_summary("histograms", {tag: tensor}, step)
+
+    def custom_scalars_layout(self, layout: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+        """Arranges scalars as a dashboard, in the tab Custom Scalars.
+
+        A regular expression need only match the beginning of a tag: `loss` takes in `loss_scale`
+        too, `loss$` does not. A writer has one layout; TensorBoard merges those of several runs.
+
+        Args:
+            layout: `{category: {chart title: [regular expressions of tags]}}`.
+        """
+        if self._has_layout:
+            expected = "`layout` must be written once, as TensorBoard shows one layout of a run"
+            raise ValueError(_message(expected, layout, "all categories in one dict"))
+        _check_layout(layout)
+        from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+        proto = Layout(
+            category=[
+                {
+                    "title": category,
+                    "chart": [
+                        {"title": title, "multiline": {"tag": list(patterns)}}
+                        for title, patterns in charts.items()
+                    ],
+                }
+                for category, charts in layout.items()
+            ]
+        )
+        tensors = {"custom_scalars__config__": _string(proto.SerializeToString())}
+        self._write_summary("custom_scalars", tensors, step=0)
+        self._has_layout = True
+
+    def flush(self) -> None:
+        """Puts on disk what has been written, so that TensorBoard sees it."""
+        self._check_open()
+        self._records.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the file; closing again does nothing."""
+        self._records.close()
+
+    def __enter__(self) -> "SummaryWriter":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _write_summary(self, plugin: str, tensors: Mapping[str, Any], step: int) -> None:
+        """Writes `{tag: tensor}` for one of TensorBoard's plugins."""
+        if isinstance(step, bool) or not isinstance(step, numbers.Integral):
+            expected = "`step` must be an int, the training step"
+            raise TypeError(_message(expected, step, "step=int(optimizer.iterations)"))
+        if step < 0:
+            expected = "`step` must be a training step, counted from 0"
+            raise ValueError(_message(expected, step, "step=0 for what precedes training"))
+        for tag in tensors:
+            if not isinstance(tag, str) or not tag:
+                raise TypeError(_message("`tag` must be a str and not empty", tag, '"loss_scale"'))
+        metadata = {
+            "plugin_data": {"plugin_name": plugin},
+            "data_class": "DATA_CLASS_SCALAR" if plugin == "scalars" else "DATA_CLASS_TENSOR",
+        }
+        values = [{"tag": t, "metadata": metadata, "tensor": x} for t, x in tensors.items()]
+        self._write(step=int(step), summary={"value": values})
+
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._check_open()
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+    def _check_open(self) -> None:
+        if self._records.closed:
+            raise ValueError(
+                "The SummaryWriter must be open. Received: a call after close(). Make a new "
+                "SummaryWriter on the same `log_dir`: it adds to the run."
+            )
+
+
+def _message(expected: str, received: object, example: str) -> str:
+    kind = type(received).__name__
+    return f"{expected}. Received: {received!r} (of type {kind}). Write {example}."
+
+
+def _string(content: bytes) -> dict[str, Any]:
+    return {"dtype": "DT_STRING", "tensor_shape": {}, "string_val": [content]}
+
+
+def _check_layout(layout: object) -> None:
+    example = '{"Mixed precision": {"loss scale": ["loss_scale$"]}}'
+    expected = "`layout` must be {category: {chart title: [regular expressions]}}"
+    if not isinstance(layout, Mapping):
+        raise TypeError(_message(expected, layout, example))
+    for charts in layout.values():
+        if not isinstance(charts, Mapping):
+            raise TypeError(_message(expected, charts, example))
+        for patterns in charts.values():
+            if not isinstance(patterns, list | tuple):
+                raise TypeError(_message(expected, patterns, example))
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except (TypeError, re.error) as error:
+                    expected = f"`layout` must hold regular expressions ({error})"
+                    raise ValueError(
+                        _message(expected, pattern, "re.escape(tag) for a literal tag")
+                    ) from error

@@ -1,0 +1,90 @@
+"""Verbs over nested structures of tensors and gradients, inside and outside compiled code."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import keras
+from keras import ops
+
+from kmp import _backend
+from kmp._types import Tensor, Tree
+
+T = TypeVar("T")
+
+
+def all_finite(tree: Tree) -> Tensor:
+    """Tell whether no float in a structure of tensors is inf or NaN.
+
+    Args:
+        tree: nested structure of tensors of any shape; integers, bools and None count as finite,
+            `tf.IndexedSlices` are looked at by their values.
+
+    Returns:
+        bool[], True for an empty structure.
+
+    Example:
+
+    >>> bool(all_finite({"a": [1.0, 2.0], "b": None}))
+    True
+    """
+    leaves = [_backend.gradient_values(x) for x in keras.tree.flatten(tree) if x is not None]
+    flags = [ops.all(ops.isfinite(x)) for x in leaves if is_float(x)]
+    return ops.all(ops.stack(flags)) if flags else ops.convert_to_tensor(True, "bool")
+
+
+def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
+    """Choose between two structures of tensors, leaf by leaf, without branching.
+
+    Args:
+        pred: bool[].
+        on_true: nested structure of tensors; None may stand where both have it.
+        on_false: the same structure with the same shapes and dtypes.
+
+    Returns:
+        The chosen structure. NaN in the leaf that is not chosen does no harm.
+
+    Raises:
+        ValueError: if `pred` is not a scalar or the structures differ.
+
+    Example:
+
+    >>> [int(x) for x in select_tree(False, (1, 2), (3, 4))]
+    [3, 4]
+
+    Source: JMP, `select_tree`.
+    """
+    if len(ops.shape(pred)) != 0:
+        raise ValueError(
+            f"`pred` must be a boolean scalar. Received: shape={tuple(ops.shape(pred))}. Reduce it "
+            "first, for example with keras.ops.all(pred)."
+        )
+    keras.tree.assert_same_structure(on_true, on_false)
+    return keras.tree.map_structure(
+        lambda a, b: None if a is None else ops.where(ops.cast(pred, "bool"), a, b),
+        on_true,
+        on_false,
+    )
+
+
+def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree:
+    """Apply `function` to every float leaf; None stays None, sparse gradients stay sparse."""
+
+    def leaf(g):
+        return _backend.map_gradient_values(function, g) if is_float(g) else g
+
+    return keras.tree.map_structure(leaf, gradients)
+
+
+def is_float(x: Any) -> bool:
+    """Tell whether `x` is a float or a tensor, array or sparse gradient of floats."""
+    if not hasattr(x, "dtype"):
+        return isinstance(x, float)
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return `x`, in float32 if it was half precision or a Python number."""
+    if not hasattr(x, "dtype"):
+        return ops.convert_to_tensor(x, "float32")
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    return x if dtype in ("float32", "float64") else ops.cast(x, "float32")
