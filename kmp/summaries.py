@@ -26,8 +26,9 @@ class SummaryWriter:
     and the infinities are written as such, and numbers beyond float32 become infinite.
 
     TensorBoard takes the directory for the run. To resume a run, make a new writer on the same
-    directory and go on counting steps. Writers that are open at the same time belong in different
-    directories: TensorBoard's Python loader follows only the newest file of a run.
+    directory and go on counting steps: what was written for later steps is superseded in
+    TensorBoard's default loader, and stays beside the new values with `--load_fast=false`. Writers
+    open at the same time belong in different directories, as that loader follows one file a run.
 
     Example:
 
