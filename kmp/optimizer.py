@@ -1,5 +1,6 @@
 """The optimizer that `model.compile` takes: loss scaling around any Keras optimizer."""
 
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -57,7 +58,8 @@ def scaled(optimizer: Any, loss_scale: Any = "dynamic", **optimizer_arguments) -
         raise ValueError(
             "Arguments of the optimizer go with its class or name. Received: an optimizer "
             f"{type(optimizer).__name__} that has its own, and {sorted(optimizer_arguments)}. "
-            "Write kmp.scaled(keras.optimizers.Adam, learning_rate=1e-3) or set them on the instance."
+            "Write kmp.scaled(keras.optimizers.Adam, learning_rate=1e-3), or set them on the "
+            "instance."
         )
     else:
         inner = keras.optimizers.get(optimizer)
@@ -239,9 +241,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Run one step on gradients that are the same wherever this code runs."""
         grads = self.unscaled(grads, variables)
         measured, finite = self.measured(grads, variables)
-        _backend.apply_if(
-            finite, lambda: self.inner_optimizer.apply(grads, variables), self._guarded(variables)
-        )
+
+        def update() -> None:
+            self.inner_optimizer.apply(grads, variables)
+
+        _backend.apply_if(finite, update, self._guarded(variables))
         self.record(measured, finite)
 
     def unscaled(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
@@ -250,7 +254,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.inner_optimizer.gradient_accumulation_steps:
             # Keras's accumulators have the variable's dtype and must meet their own.
             true = [
-                map_gradients(lambda x, v=v: ops.cast(x, v.dtype), g)
+                map_gradients(functools.partial(ops.cast, dtype=v.dtype), g)
                 for g, v in zip(true, variables, strict=True)
             ]
         # Float8's scales arrive as "gradients" that replace the variable: never scaled.
@@ -299,7 +303,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             `(trainable_variables, optimizer_variables)` after the step.
         """
         # Keras's own loss scaling branches here; its base class runs `apply` in a stateless scope.
-        base = super(keras.optimizers.LossScaleOptimizer, self)
+        base: Any = super(keras.optimizers.LossScaleOptimizer, self)
         return base.stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def _guarded(self, variables: list[Variable]) -> list[Variable]:

@@ -16,8 +16,8 @@ if keras.backend.backend() == "tensorflow":
         map_gradient_values,
         matmul_float32,
         read,
-        step_on_replicas,
     )
+    from kmp._backend.tensorflow_distribute import step_on_replicas
 elif keras.backend.backend() == "jax":
     from kmp._backend.jax import (
         all_reduce_sum,

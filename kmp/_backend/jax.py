@@ -77,7 +77,7 @@ def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variabl
         update()
 
 
-def step_on_replicas(step: Callable, gradients: list[Gradient], variables: list[Variable]) -> bool:
+def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> bool:
     """False: on JAX one program spans the devices, and its gradients are the reduced ones."""
     return False
 

@@ -9,6 +9,7 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 
+from kmp._backend.tensorflow_distribute import keep_old_values
 from kmp._types import Gradient, Tensor, Variable
 
 
@@ -81,20 +82,25 @@ def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variabl
     """Run `update`, whose effects on `variables` hold only if `finite`.
 
     Outside XLA a branch (a select would read and write every variable on its own). Inside XLA a
-    select, since a conditional stays one there and stalls the device.
+    select, since a conditional stays one there and stalls the device, and since its branch could
+    not reach the other replicas.
     """
-    if not inside_xla():
-        tf.cond(finite, lambda: (update(), finite)[1], lambda: finite)
+    replicated = tf.distribute.has_strategy()
+    if not (inside_xla() or replicated):
+
+        def branch():
+            update()
+            return finite
+
+        tf.cond(finite, branch, lambda: finite)
         return
     before = [tf.identity(v.value) for v in variables]
     update()
+    if replicated:
+        keep_old_values(finite, variables, before)
+        return
     for variable, old in zip(variables, before, strict=True):
         variable.assign(tf.where(finite, variable.value, old))
-
-
-def step_on_replicas(step: Callable, gradients: list[Gradient], variables: list[Variable]) -> bool:
-    """False outside a `tf.distribute` strategy."""
-    return False
 
 
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:

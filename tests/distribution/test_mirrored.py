@@ -1,0 +1,201 @@
+"""tf.distribute: an overflow on any replica is everybody's, and nobody waits."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+
+import kmp
+
+pytestmark = pytest.mark.only("tensorflow")
+tf = pytest.importorskip("tensorflow")
+
+OVERFLOWS = {"none": set(), "first": {0}, "last": {-1}, "all": None}
+
+
+def mirrored(replicas):
+    # TensorFlow's own tests do so: strategies of different sizes must not share collective groups.
+    tf.distribute.MirroredStrategy._collective_key_base += 100_000
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+
+
+@contextlib.contextmanager
+def no_merge_call(strategy):
+    """The path of MirroredStrategy over GPUs under XLA, by TensorFlow's own test trick."""
+    strategy.extended._use_merge_call = lambda: False
+    yield strategy
+
+
+class Run:
+    """One variable and one optimizer under a strategy; feeds it gradients replica by replica."""
+
+    def __init__(self, strategy, make_optimizer, start=(1.0, 2.0), graph=True):
+        self.strategy, self.graph = strategy, graph
+        with strategy.scope():
+            self.variable = keras.Variable(np.array(start, "float32"), name="kernel")
+            self.optimizer = make_optimizer()
+            self.optimizer.build([self.variable])
+        self.compiled = None
+
+    def step(self, per_replica):
+        """per_replica: float32[replicas, 2], the gradient of the unscaled loss on each."""
+        scale = float(self.optimizer.dynamic_scale.numpy()) if self.is_kmp else 1.0
+        values = self.strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(
+                np.asarray(per_replica[context.replica_id_in_sync_group], "float32") * scale
+            )
+        )
+
+        def replica_step(gradient):
+            # A gradient that a replica computes stands on its device; an argument does not.
+            self.optimizer.apply([tf.identity(gradient)], [self.variable])
+
+        def run(values):
+            self.strategy.run(replica_step, args=(values,))
+
+        if self.compiled is None:
+            self.compiled = tf.function(run) if self.graph else run
+        self.compiled(values)
+
+    @property
+    def is_kmp(self):
+        return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
+
+    def on_each_replica(self, variable):
+        local = self.strategy.experimental_local_results(variable.value)
+        return [x.numpy() for x in local]
+
+
+def gradients(replicas, overflow, value=(0.5, -0.25)):
+    """Each replica holds its share; the chosen ones hold an inf too."""
+    grads = np.tile(np.array(value, "float32") / replicas, (replicas, 1))
+    chosen = range(replicas) if OVERFLOWS[overflow] is None else OVERFLOWS[overflow]
+    for i in chosen:
+        grads[i, 0] = np.inf
+    return grads
+
+
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("merge", [True, False], ids=["merge", "no_merge"])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_all_replicas_decide_together(replicas, merge, graph, overflow):
+    strategy = mirrored(replicas)
+    with contextlib.nullcontext() if merge else no_merge_call(strategy):
+        run = Run(
+            strategy,
+            lambda: kmp.LossScaleOptimizer(
+                keras.optimizers.SGD(0.5, momentum=0.5), initial_scale=1024
+            ),
+            graph=graph,
+        )
+        run.step(gradients(replicas, overflow))
+    skipped = overflow != "none"
+    expected = [1.0, 2.0] if skipped else [0.75, 2.125]
+    for weights in run.on_each_replica(run.variable):
+        np.testing.assert_array_equal(weights, np.float32(expected))
+    optimizer = run.optimizer
+    for momentum in run.on_each_replica(optimizer.inner_optimizer.momentums[0]):
+        np.testing.assert_array_equal(momentum, np.float32([0, 0] if skipped else [-0.25, 0.125]))
+    for scale in run.on_each_replica(optimizer.dynamic_scale):
+        assert scale == (512.0 if skipped else 1024.0)
+    assert int(optimizer.iterations.numpy()) == (0 if skipped else 1)
+    assert int(optimizer.steps.numpy()) == 1
+    assert int(optimizer.skipped_steps.numpy()) == int(skipped)
+    for health in run.on_each_replica(optimizer.gradient_health):
+        assert health[0, 4] == int(skipped)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize(
+    "clip", [{"clipnorm": 0.25}, {"global_clipnorm": 0.25}, {"clipvalue": 0.125}], ids=str
+)
+def test_clipping_sees_the_reduced_gradient(clip, replicas):
+    run = Run(mirrored(replicas), lambda: kmp.scaled("sgd", learning_rate=1.0, **clip))
+    run.step(gradients(replicas, "none", value=(3.0, -4.0)))
+    moved = run.on_each_replica(run.variable)[0] - np.float32([1.0, 2.0])
+    # |(3, -4)| = 5: clipped by norm to 0.25 * (3, -4) / 5, by value to 0.125 * (1, -1).
+    expected = [-0.125, 0.125] if "clipvalue" in clip else [-0.15, 0.2]
+    np.testing.assert_allclose(moved, expected, rtol=1e-6)
+
+
+SETTINGS = {
+    "accumulation": {"gradient_accumulation_steps": 2},  # a power of two: its division is exact
+    "ema": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+    "both": {
+        "gradient_accumulation_steps": 2,
+        "use_ema": True,
+        "ema_momentum": 0.5,
+        "ema_overwrite_frequency": 2,
+    },
+    "decay_and_clipping": {"weight_decay": 0.125, "clipnorm": 0.5},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_settings_equal_a_single_device(replicas, graph, setting):
+    """Against the bare inner optimizer without any strategy, on the finite steps alone."""
+    random = np.random.default_rng(7)
+    steps = [random.integers(-8, 8, 2) / 8.0 for _ in range(9)]
+    overflow_at = {3: "first", 4: "last", 7: "all"}
+    run = Run(
+        mirrored(replicas),
+        lambda: kmp.scaled("sgd", learning_rate=0.5, momentum=0.5, **SETTINGS[setting]),
+        graph=graph,
+    )
+    variable = keras.Variable(np.float32([1.0, 2.0]))
+    bare = keras.optimizers.SGD(0.5, momentum=0.5, **SETTINGS[setting])
+    for i, value in enumerate(steps):
+        run.step(gradients(replicas, overflow_at.get(i, "none"), value))
+        if i not in overflow_at:
+            bare.apply([tf.constant(value, "float32")], [variable])
+    np.testing.assert_array_equal(run.on_each_replica(run.variable)[-1], variable.numpy())
+    assert int(run.optimizer.iterations.numpy()) == int(bare.iterations)
+    assert int(run.optimizer.skipped_steps.numpy()) == 3
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+def test_sparse_gradients_of_an_embedding(graph):
+    strategy = mirrored(2)
+    with strategy.scope():
+        table = keras.Variable(np.ones((4, 2), "float32"), name="table")
+        optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+        optimizer.build([table])
+
+    def replica_step():
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        values = tf.constant([[8.0, 16.0]])
+        slices = tf.IndexedSlices(values, tf.reshape(index, [1]), tf.constant([4, 2]))
+        optimizer.apply([slices], [table])
+
+    def run():
+        strategy.run(replica_step)
+
+    (tf.function(run) if graph else run)()
+    expected = np.ones((4, 2), "float32")
+    expected[:2] -= [1.0, 2.0]
+    np.testing.assert_array_equal(table.numpy(), expected)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_fit(replicas):
+    """A poisoned half batch lands on one replica alone; fit goes on and learns."""
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    x[8:16][-1, 0] = np.nan  # step 2 of 4, last row: the last replica's
+    with mirrored(replicas).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(kmp.scaled("sgd", learning_rate=0.1), loss="mse")
+    model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    assert np.isfinite(model.get_weights()[0]).all()
+    assert int(model.optimizer.skipped_steps.numpy()) == 3
+    assert int(model.optimizer.iterations.numpy()) == 9
+
+
+def test_apply_in_cross_replica_context_is_refused():
+    run = Run(mirrored(2), lambda: kmp.scaled("sgd"))
+    with run.strategy.scope(), pytest.raises(ValueError, match="inside the function that you give"):
+        run.optimizer.apply([tf.constant([1.0, 1.0])], [run.variable])

@@ -1,0 +1,19 @@
+"""Keras's own tests of its LossScaleOptimizer, with kmp's class in its place."""
+
+import pytest
+from keras.src.optimizers import loss_scale_optimizer_test as keras_own
+
+import kmp
+
+DELIBERATE_DIFFERENCES = {
+    # kmp's config holds the whole strategy under `loss_scale`, not two of its numbers.
+    "test_serialization",
+}
+
+
+class TestKerasOwn(keras_own.LossScaleOptimizerTest):
+    @pytest.fixture(autouse=True)
+    def in_the_place_of_kerass_class(self, monkeypatch):
+        if self._testMethodName in DELIBERATE_DIFFERENCES:
+            pytest.skip("a documented, deliberate difference")
+        monkeypatch.setattr(keras_own, "LossScaleOptimizer", kmp.LossScaleOptimizer)
