@@ -2,17 +2,16 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
-from kmp import _backend, health, scaling
-from kmp._arguments import is_number
+from kmp import _backend, checkpoint, health
+from kmp._construction import checked_inner, choose_rule, warn_of_unscaled_float16
 from kmp._types import Gradient, Tensor, Variable
-from kmp.scaling import DynamicLossScale, LossScale, NoOpLossScale, ScaleState
+from kmp.scaling import ScaleState
 from kmp.trees import all_finite, map_gradients
 
 # What Keras's base class would answer for itself although the inner optimizer decides it.
@@ -133,8 +132,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         measure_gradients: bool = True,
         **kwargs,
     ):
-        rule = _choose_rule(loss_scale, initial_scale, dynamic_growth_steps)
-        inner_optimizer = _checked_inner(inner_optimizer)
+        rule = choose_rule(loss_scale, initial_scale, dynamic_growth_steps)
+        inner_optimizer = checked_inner(inner_optimizer)
         super().__init__(inner_optimizer, float(rule.init().scale), name=name, **kwargs)
         self.loss_scale = rule
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
@@ -176,7 +175,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built:
             return
         var_list = list(var_list)
-        _warn_of_unscaled_float16(self.loss_scale, var_list)
+        warn_of_unscaled_float16(self.loss_scale, var_list)
         # Keras's build reads these two to make variables that are the inner optimizer's business.
         self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
         super().build(var_list)
@@ -315,6 +314,32 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         ]
         return variables + inner.variables + hidden
 
+    @property
+    def own_variables(self) -> list[Variable]:
+        """The wrapper's variables, without those of the inner optimizer."""
+        return list(self._variables)
+
+    def save_own_variables(self, store: Any) -> None:
+        checkpoint.save_own_variables(self, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        checkpoint.load_own_variables(self, store)
+
+    def state(self) -> dict[str, Any]:
+        """Return the loss scale's state in the five keys of `torch.amp.GradScaler.state_dict()`."""
+        return checkpoint.grad_scaler_state(self)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from a GradScaler's `state_dict()`, its rule included.
+
+        Call it before training: a step that is already compiled keeps the rule that it has.
+
+        Raises:
+            ValueError: if a key or value is not a GradScaler's, or the optimizer is not built or
+                not dynamic. Nothing is changed then.
+        """
+        checkpoint.load_grad_scaler_state(self, state)
+
     def get_config(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -330,57 +355,3 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
         return cls(inner, **config)
-
-
-def _choose_rule(loss_scale: Any, initial_scale: Any, growth_interval: Any) -> LossScale:
-    given = {"initial_scale": initial_scale, "growth_interval": growth_interval}
-    given = {name: value for name, value in given.items() if value is not None}
-    if loss_scale is not None:
-        if given:
-            raise ValueError(
-                "Pass either `loss_scale` or Keras's `initial_scale` and `dynamic_growth_steps`. "
-                f"Received: loss_scale={loss_scale!r} and {given}. Write "
-                "loss_scale=kmp.DynamicLossScale(initial_scale=..., growth_interval=...)."
-            )
-        return scaling.get(loss_scale)
-    if is_number(initial_scale):  # Keras's argument knows no bounds: it moves them
-        given["min_scale"] = min(DynamicLossScale.min_scale, initial_scale)
-        given["max_scale"] = max(DynamicLossScale.max_scale, initial_scale)
-    return DynamicLossScale(**given)
-
-
-def _checked_inner(optimizer: Any) -> Any:
-    if isinstance(optimizer, type):
-        raise ValueError(
-            f"`inner_optimizer` must be an optimizer instance. Received the class "
-            f"{optimizer.__name__}. Write kmp.scaled({optimizer.__name__}, ...) or pass "
-            f"{optimizer.__name__}(...)."
-        )
-    optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            "`inner_optimizer` must not scale the loss itself: two scales would divide the "
-            f"learning rate. Received: {type(optimizer).__name__} around "
-            f"{type(optimizer.inner_optimizer).__name__}. Pass its `inner_optimizer` instead."
-        )
-    if type(optimizer).scale_loss is not keras.optimizers.Optimizer.scale_loss:
-        raise ValueError(
-            "`inner_optimizer` must not scale the loss itself: two scales would divide the "
-            f"learning rate. Received: {type(optimizer).__name__}, which overrides `scale_loss`. "
-            "Pass an optimizer without it, or compile with that optimizer alone."
-        )
-    return optimizer
-
-
-def _warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> None:
-    if not isinstance(rule, NoOpLossScale):
-        return
-    policy = keras.config.dtype_policy()
-    half_variables = [v.path for v in variables if v.dtype == "float16"]
-    if policy.compute_dtype == "float16" or half_variables:
-        where = f"the policy {policy.name!r}" if not half_variables else half_variables[0]
-        warnings.warn(
-            f"float16 without loss scaling ({where}): gradients below 6e-8 become zero. Write "
-            'loss_scale="dynamic", or train in bfloat16, which needs no loss scaling.',
-            stacklevel=3,
-        )

@@ -1,0 +1,155 @@
+"""The optimizer's state in files, and in the terms of the peers it is exchanged with.
+
+kmp stores its own variables by name and leaves the inner optimizer's to Keras, which stores them
+beside: once, where Keras's LossScaleOptimizer stores them twice. What is read is checked as a whole
+before anything is written, so that a wrong file leaves the live state as it was.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from kmp._arguments import scale_number, whole_number
+from kmp._types import Variable
+from kmp.scaling import DynamicLossScale
+
+_INNER_SIZES = "inner_sizes"
+_OPTIONAL = {"gradient_health"}  # measuring may have been switched on or off since
+# Keras's class numbers its variables: these, then the inner optimizer's.
+_KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
+_GRAD_SCALER_KEYS = (
+    "scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "_growth_tracker",
+)
+
+
+def save_own_variables(optimizer: Any, store: Any) -> None:
+    """Store the wrapper's variables by name, and the sizes of the inner optimizer's."""
+    for variable in optimizer.own_variables:
+        store[variable.name] = variable.numpy()
+    store[_INNER_SIZES] = _sizes(optimizer.inner_optimizer.variables)
+
+
+def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
+    """Load state that kmp, Keras's LossScaleOptimizer or the bare inner optimizer stored.
+
+    Raises:
+        ValueError: if it is none of these, or of another inner optimizer or model. Nothing is
+            changed then.
+    """
+    keys = set(store.keys())
+    if not keys or not optimizer.built:
+        reason = "the file holds none" if not keys else "the optimizer is not built yet"
+        warnings.warn(f"The state of {optimizer.name!r} is not loaded: {reason}.", stacklevel=2)
+        return
+    own = {v.name: v for v in optimizer.own_variables}
+    inner = optimizer.inner_optimizer.variables
+    if "dynamic_scale" in keys:
+        values = [(v, store[name]) for name, v in own.items() if name in keys]
+        missing = set(own) - keys - _OPTIONAL
+        if missing:
+            raise ValueError(
+                f"The stored optimizer state is incomplete: {sorted(missing)} missing."
+            )
+        stored, live = np.asarray(store[_INNER_SIZES]).tolist(), _sizes(inner).tolist()
+        if stored != live:
+            raise _mismatch(optimizer, f"{len(stored)} variables of other sizes", len(live))
+    elif len(keys) == len(inner):
+        values = [(v, store[str(i)]) for i, v in enumerate(inner)]
+    elif len(keys) == len(_KERAS_OWN) + len(inner):
+        values = [(own[name], store[str(i)]) for i, name in enumerate(_KERAS_OWN)]
+        values[-1] = (own["dynamic_scale"], _within_bounds(optimizer.loss_scale, values[-1][1]))
+        values += [(v, store[str(i)]) for i, v in enumerate(inner, start=len(_KERAS_OWN))]
+    else:
+        raise _mismatch(optimizer, f"{len(keys)} variables", len(inner))
+    if "dynamic_scale" not in keys:  # a foreign file: its steps are those that were applied
+        values.append((own["iteration"], store[str(len(keys) - len(inner))]))
+        # Keras goes on to the inner optimizer's own place in the file, which may be missing.
+        keras_loader = optimizer.inner_optimizer.load_own_variables
+        optimizer.inner_optimizer.load_own_variables = functools.partial(
+            _load_unless_missing, optimizer.inner_optimizer, keras_loader
+        )
+    _assign_all(optimizer, values)
+
+
+def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
+    """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` gives it."""
+    rule = optimizer.loss_scale
+    return {
+        "scale": float(optimizer.dynamic_scale.numpy()),
+        "growth_factor": getattr(rule, "growth_factor", 1.0),
+        "backoff_factor": getattr(rule, "backoff_factor", 1.0),
+        "growth_interval": getattr(rule, "growth_interval", 2**31 - 1),
+        "_growth_tracker": int(optimizer.step_counter.numpy()),
+    }
+
+
+def load_grad_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Take over scale, counter and rule from a GradScaler's dictionary; see `grad_scaler_state`."""
+    if not isinstance(state, Mapping) or set(state) != set(_GRAD_SCALER_KEYS):
+        raise ValueError(
+            f"`state` must be a dictionary with the keys {_GRAD_SCALER_KEYS}, as "
+            "torch.amp.GradScaler.state_dict() returns it. Received: "
+            f"{sorted(state) if isinstance(state, Mapping) else type(state).__name__}."
+        )
+    if not isinstance(optimizer.loss_scale, DynamicLossScale) or not optimizer.built:
+        raise ValueError(
+            "A GradScaler's state goes into a built optimizer with a dynamic loss scale. Received: "
+            f"built={optimizer.built}, loss_scale={optimizer.loss_scale}. Write "
+            'kmp.scaled(..., loss_scale="dynamic") and optimizer.build(model.trainable_variables).'
+        )
+    scale = scale_number("scale", state["scale"], "the GradScaler state")
+    tracker = whole_number("_growth_tracker + 1", state["_growth_tracker"] + 1, "the state") - 1
+    optimizer.loss_scale = dataclasses.replace(
+        optimizer.loss_scale,
+        growth_factor=state["growth_factor"],
+        backoff_factor=state["backoff_factor"],
+        growth_interval=state["growth_interval"],
+        min_scale=min(optimizer.loss_scale.min_scale, scale),
+        max_scale=max(optimizer.loss_scale.max_scale, scale),
+    )
+    optimizer.dynamic_scale.assign(scale)
+    optimizer.step_counter.assign(tracker)
+
+
+def _sizes(variables: list[Variable]) -> np.ndarray:
+    return np.array([np.prod(v.shape, dtype="int64") for v in variables], "int64")
+
+
+def _mismatch(optimizer: Any, stored: str, expected: int) -> ValueError:
+    return ValueError(
+        f"The stored optimizer state does not fit {type(optimizer.inner_optimizer).__name__} of "
+        f"this model. Expected: the state of kmp.scaled({type(optimizer.inner_optimizer).__name__})"
+        f", of Keras's LossScaleOptimizer or of the bare optimizer, with {expected} inner "
+        f"variables. Received: {stored}. Compile with the optimizer that the state was saved from."
+    )
+
+
+def _within_bounds(rule: Any, scale: Any) -> np.ndarray:
+    if not isinstance(rule, DynamicLossScale):
+        return np.asarray(scale)
+    finite = np.nan_to_num(np.asarray(scale), nan=rule.min_scale)
+    return np.clip(finite, rule.min_scale, rule.max_scale)
+
+
+def _assign_all(optimizer: Any, values: list[tuple[Variable, Any]]) -> None:
+    arrays = [(variable, np.asarray(value)) for variable, value in values]
+    wrong = [v.path for v, x in arrays if tuple(x.shape) != tuple(v.shape)]
+    if wrong:
+        raise _mismatch(optimizer, f"other shapes for {wrong[:3]}", len(wrong))
+    for variable, array in arrays:
+        variable.assign(keras.ops.convert_to_tensor(array, variable.dtype))
+
+
+def _load_unless_missing(inner: Any, keras_loader: Any, store: Mapping[str, Any]) -> None:
+    del inner.load_own_variables
+    if store.keys():
+        keras_loader(store)
