@@ -42,7 +42,7 @@ def scale_number(name: str, value: Any, owner: str) -> float:
 def whole_number(name: str, value: Any, owner: str) -> int:
     """Return `value` if it is a count of steps, at least 1."""
     count = number(name, value, owner)
-    if not (count >= 1 and count == int(count) < 2**31):
+    if not (1 <= count < 2**31 and count == int(count)):
         raise ValueError(
             f"`{name}` of {owner} must be a whole number of steps, at least 1. "
             f"Received: {name}={value!r}. Write for example {name}=1."

@@ -265,13 +265,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> tuple[Tensor | None, Tensor]:
         """Measure unscaled gradients: (float32[num_variables, 4] or None, bool[] all finite)."""
         if self.gradient_health is None:
-            return None, _backend.barrier(all_finite(grads))
+            return None, _backend.verdict(all_finite(grads))
         rows: list[Gradient] = [None] * len(self._sizes)
         for grad, variable in zip(grads, variables, strict=True):
             rows[self._get_variable_index(variable)] = grad
         measured = health.measure(rows, self._sizes)
         finite = ops.equal(ops.sum(measured[:, health.NONFINITE]), 0.0)
-        return measured, _backend.barrier(finite)
+        return measured, _backend.verdict(finite)
 
     def record(self, measured: Tensor | None, finite: Tensor) -> None:
         """Write down the verdict: the next scale, the counters and the measurements."""

@@ -238,8 +238,13 @@ class DynamicLossScale(_Rule):
         counted = _counted(state, finite)
         grow = ops.greater_equal(counted.finite_steps, self.growth_interval)
         back_off = ops.greater_equal(counted.overflows, self.hysteresis)
-        factor = ops.where(grow, self.growth_factor, ops.where(back_off, self.backoff_factor, 1.0))
-        scale = ops.multiply(counted.scale, ops.cast(factor, "float32"))
+        # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
+        growth, backoff, one = (
+            ops.convert_to_tensor(x, "float32")
+            for x in (self.growth_factor, self.backoff_factor, 1.0)
+        )
+        factor = ops.where(grow, growth, ops.where(back_off, backoff, one))
+        scale = ops.multiply(counted.scale, factor)
         return ScaleState(
             scale=ops.clip(scale, self.min_scale, self.max_scale),
             finite_steps=ops.where(

@@ -10,37 +10,37 @@ if keras.backend.backend() == "tensorflow":
     from kmp._backend.tensorflow import (
         all_reduce_sum,
         apply_if,
-        barrier,
         gradient_rows,
         gradient_values,
         map_gradient_values,
         matmul_float32,
         read,
+        verdict,
     )
     from kmp._backend.tensorflow_distribute import step_on_replicas
 elif keras.backend.backend() == "jax":
     from kmp._backend.jax import (
         all_reduce_sum,
         apply_if,
-        barrier,
         gradient_rows,
         gradient_values,
         map_gradient_values,
         matmul_float32,
         read,
         step_on_replicas,
+        verdict,
     )
 elif keras.backend.backend() == "torch":
     from kmp._backend.torch import (
         all_reduce_sum,
         apply_if,
-        barrier,
         gradient_rows,
         gradient_values,
         map_gradient_values,
         matmul_float32,
         read,
         step_on_replicas,
+        verdict,
     )
 else:
     raise ImportError(
@@ -52,11 +52,11 @@ else:
 __all__ = [
     "all_reduce_sum",
     "apply_if",
-    "barrier",
     "gradient_rows",
     "gradient_values",
     "map_gradient_values",
     "matmul_float32",
     "read",
     "step_on_replicas",
+    "verdict",
 ]

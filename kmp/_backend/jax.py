@@ -33,7 +33,7 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
     return function(gradient)
 
 
-def barrier(x: Tensor) -> Tensor:
+def verdict(x: Tensor) -> Tensor:
     """Keep XLA from copying what computes `x` into each of its consumers.
 
     Without it the all-finite reduction is duplicated into every masked update and the compile time

@@ -73,7 +73,7 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
     return function(gradient)
 
 
-def barrier(x: Tensor) -> Tensor:
+def verdict(x: Tensor) -> Tensor:
     """Keep XLA from copying what computes `x` into each of its consumers."""
     return gen_xla_ops.xla_optimization_barrier([x])[0] if inside_xla() else x
 

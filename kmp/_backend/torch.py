@@ -37,9 +37,13 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
     return function(gradient)
 
 
-def barrier(x: Tensor) -> Tensor:
-    """`x`: PyTorch runs eagerly, nothing duplicates what computes it."""
-    return x
+def verdict(finite: Tensor) -> Tensor:
+    """The flag that every process acts on: True where the gradients of all processes are finite."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        flag = finite.to(torch.int32)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
+        return flag.to(torch.bool)
+    return finite
 
 
 def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
