@@ -106,6 +106,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         skipped_steps: int32[], steps so far that were skipped.
         consecutive_skips: int32[], skipped steps in a row up to now.
         gradient_health: float32[num_variables, 5] or None; see `kmp.health.COLUMNS`.
+        variable_paths: the path of the variable in each row of it.
 
     Raises:
         ValueError: if the inner optimizer scales the loss itself, or an argument is out of range.
@@ -180,6 +181,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
         super().build(var_list)
         del self.__dict__["use_ema"], self.__dict__["gradient_accumulation_steps"]
+        self.variable_paths = tuple(getattr(v, "path", v.name) for v in var_list)
         self._sizes = tuple(math.prod(v.shape) for v in var_list)
         self.skipped_steps = self._add_counter("skipped_steps")
         self.consecutive_skips = self._add_counter("consecutive_skips")

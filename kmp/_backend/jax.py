@@ -33,13 +33,13 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
     return function(gradient)
 
 
-def verdict(x: Tensor) -> Tensor:
-    """Keep XLA from copying what computes `x` into each of its consumers.
+def verdict(finite: Tensor) -> Tensor:
+    """The flag that everybody acts on; XLA may not copy what computes it into each consumer.
 
     Without it the all-finite reduction is duplicated into every masked update and the compile time
     grows with the square of the number of variables.
     """
-    return jax.lax.optimization_barrier(x)
+    return jax.lax.optimization_barrier(finite)
 
 
 class _MaskedScope(keras.StatelessScope):

@@ -73,9 +73,9 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
     return function(gradient)
 
 
-def verdict(x: Tensor) -> Tensor:
-    """Keep XLA from copying what computes `x` into each of its consumers."""
-    return gen_xla_ops.xla_optimization_barrier([x])[0] if inside_xla() else x
+def verdict(finite: Tensor) -> Tensor:
+    """The flag that everybody acts on; XLA may not copy what computes it into each consumer."""
+    return gen_xla_ops.xla_optimization_barrier([finite])[0] if inside_xla() else finite
 
 
 def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
