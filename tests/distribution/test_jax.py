@@ -1,0 +1,239 @@
+"""keras.distribution: one program over eight devices; a shard that overflows is everybody's."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import kmp
+from kmp.health import COLUMNS
+
+pytestmark = pytest.mark.only("jax")
+
+BATCH, FEATURES, HIDDEN, UNITS = 16, 4, 8, 4
+# Rows of a batch: on eight devices each holds two, on a mesh of four rows each holds four.
+OVERFLOWS = {"none": [], "first": [0], "last": [BATCH - 1], "all": range(BATCH)}
+
+
+def data_parallel():
+    return keras.distribution.DataParallel(devices=keras.distribution.list_devices("cpu")[:8])
+
+
+def model_parallel(rows, columns):
+    """The batch over the rows of a mesh, the kernels over its columns."""
+    devices = keras.distribution.list_devices("cpu")[: rows * columns]
+    mesh = keras.distribution.DeviceMesh((rows, columns), ["batch", "model"], devices)
+    layout = keras.distribution.LayoutMap(mesh)
+    layout[".*first/kernel"] = (None, "model")
+    layout[".*second/kernel"] = ("model", None)
+    return keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
+
+
+DISTRIBUTIONS = {
+    "data_parallel": data_parallel,
+    "model_parallel": lambda: model_parallel(4, 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_distribution_left():
+    yield
+    keras.distribution.set_distribution(None)
+
+
+def linear_loss(y_true, y_pred):
+    """Its gradient does not depend on the prediction: small integers stay exact for some steps."""
+    return ops.sum(y_true * y_pred, axis=-1)
+
+
+def integers(*shape, seed):
+    """-1, 0 and 1, half of them 0."""
+    return np.random.default_rng(seed).choice(np.float32([-1, 0, 0, 1]), shape)
+
+
+def make_model(optimizer, loss=linear_loss, jit=True):
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(HIDDEN, use_bias=False, name="first"),
+            keras.layers.Dense(UNITS, use_bias=False, name="second"),
+        ]
+    )
+    model.set_weights(
+        [integers(FEATURES, HIDDEN, seed=1), integers(HIDDEN, UNITS, seed=2)],
+    )
+    model.compile(optimizer, loss=loss, jit_compile=jit)
+    return model
+
+
+def fit(model, poisoned_step=None, rows=(), steps=1):
+    x = integers(steps * BATCH, FEATURES, seed=3)
+    y = integers(steps * BATCH, UNITS, seed=4)
+    if poisoned_step is not None:
+        y[[poisoned_step * BATCH + row for row in rows]] = np.inf
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+
+
+def numbers(variables):
+    return {v.path: ops.convert_to_numpy(v) for v in variables}
+
+
+def assert_same(expected, received):
+    assert expected.keys() == received.keys()
+    for path in expected:
+        np.testing.assert_array_equal(received[path], expected[path], err_msg=path)
+
+
+def sgd(**arguments):
+    """The learning rate undoes the division by the batch: multiples of 1/4 after three steps."""
+    rule = kmp.DynamicLossScale(initial_scale=1024, growth_interval=100)
+    return kmp.scaled("sgd", rule, learning_rate=float(BATCH), momentum=0.5, **arguments)
+
+
+def assert_distributed(model, distribution):
+    """What is compared below really lies in pieces on several devices."""
+    kernel = model.trainable_variables[0].value
+    assert len(kernel.sharding.device_set) == distribution.device_mesh.devices.size
+    sharded = isinstance(distribution, keras.distribution.ModelParallel)
+    assert kernel.sharding.is_fully_replicated != sharded
+    momentum = model.optimizer.inner_optimizer.momentums[0].value
+    assert momentum.sharding.is_equivalent_to(kernel.sharding, 2)
+
+
+@pytest.mark.parametrize("overflow", [name for name in OVERFLOWS if name != "none"])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_an_overflow_in_any_shard_skips_the_step(name, overflow):
+    distribution = DISTRIBUTIONS[name]()
+    keras.distribution.set_distribution(distribution)
+    model = make_model(sgd())
+    fit(model, steps=2)  # so that the momenta are something to lose
+    assert_distributed(model, distribution)
+    optimizer = model.optimizer
+    before = numbers(model.variables + optimizer.inner_optimizer.variables)
+    fit(model, poisoned_step=0, rows=OVERFLOWS[overflow])
+    assert_same(before, numbers(model.variables + optimizer.inner_optimizer.variables))
+    assert float(optimizer.dynamic_scale) == 512.0
+    assert int(optimizer.iterations) == 2
+    assert int(optimizer.steps) == 3
+    assert int(optimizer.skipped_steps) == int(optimizer.consecutive_skips) == 1
+    assert int(optimizer.step_counter) == 0
+    np.testing.assert_array_equal(ops.convert_to_numpy(optimizer.gradient_health)[:, 4], [1, 1])
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_a_single_bad_column_of_a_sharded_kernel_is_enough(name):
+    """Only the last unit's target is inf: of the second kernel's gradient, one column."""
+    keras.distribution.set_distribution(DISTRIBUTIONS[name]())
+    model = make_model(sgd())
+    before = numbers(model.variables)
+    x, y = integers(BATCH, FEATURES, seed=3), integers(BATCH, UNITS, seed=4)
+    y[-1, -1] = np.inf
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    assert_same(before, numbers(model.variables))
+    assert float(model.optimizer.dynamic_scale) == 512.0
+    nonfinite = ops.convert_to_numpy(model.optimizer.gradient_health)[:, 3]
+    assert nonfinite[1] == HIDDEN
+
+
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_training_and_telemetry_equal_a_single_device(name, overflow):
+    """Bit for bit: weights, momenta, scale, counters and the health matrix, also after a skip.
+
+    Every number is a small multiple of a power of two, so that no order of summation rounds; that
+    this is so is checked against float64 below.
+    """
+    received = {}
+    for distribution in (None, DISTRIBUTIONS[name]()):
+        keras.distribution.set_distribution(distribution)
+        model = make_model(sgd())
+        for steps in (1, 2):
+            fit(model, poisoned_step=0, rows=OVERFLOWS[overflow], steps=steps)
+            received[distribution is None, steps] = numbers(
+                model.variables + model.optimizer.variables
+            )
+        if distribution is not None:
+            assert_distributed(model, distribution)
+        keras.utils.clear_session()
+    for steps in (1, 2):
+        assert_same(received[True, steps], received[False, steps])
+
+
+def test_the_integers_are_exact():
+    """The run that the others are compared with equals one in float64."""
+    model = make_model(sgd())
+    for steps in (1, 2):
+        fit(model, steps=steps)
+    first, second = (integers(FEATURES, HIDDEN, seed=1), integers(HIDDEN, UNITS, seed=2))
+    weights = [first.astype("float64"), second.astype("float64")]
+    momenta = [0 * w for w in weights]
+    for rows in (slice(BATCH), slice(BATCH), slice(BATCH, None)):
+        inputs = integers(2 * BATCH, FEATURES, seed=3)[rows].astype("float64")
+        targets = integers(2 * BATCH, UNITS, seed=4)[rows].astype("float64") / BATCH
+        gradients = [inputs.T @ (targets @ weights[1].T), (inputs @ weights[0]).T @ targets]
+        momenta = [0.5 * m - BATCH * g for m, g in zip(momenta, gradients, strict=True)]
+        weights = [w + m for w, m in zip(weights, momenta, strict=True)]
+    for weight, expected in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(weight, expected)
+    squares = [np.sum(g**2) for g in gradients]
+    assert all(np.float32(s) == s for s in squares)  # the norms round once, at the root
+    health = ops.convert_to_numpy(model.optimizer.gradient_health)
+    expected = [
+        [np.sqrt(s), np.abs(g).max(), np.mean(g == 0), 0, 0]
+        for s, g in zip(squares, gradients, strict=True)
+    ]
+    np.testing.assert_array_equal(health, np.float32(expected), err_msg=str(COLUMNS))
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    "clip", [{"clipnorm": 0.25}, {"global_clipnorm": 0.25}, {"clipvalue": 0.125}], ids=str
+)
+def test_clipping_sees_the_whole_gradient(name, clip):
+    """Its norm is that over all shards, and the shards of one kernel are scaled alike."""
+    keras.distribution.set_distribution(DISTRIBUTIONS[name]())
+    model = make_model(kmp.scaled("sgd", learning_rate=1.0, **clip))
+    fit(model)
+    first, second = integers(FEATURES, HIDDEN, seed=1), integers(HIDDEN, UNITS, seed=2)
+    x, y = integers(BATCH, FEATURES, seed=3), integers(BATCH, UNITS, seed=4) / BATCH
+    gradients = [x.T @ (y @ second.T), (x @ first).T @ y]
+    norms = [np.linalg.norm(g) for g in gradients]
+    if "global_clipnorm" in clip:
+        norms = [np.hypot(*norms)] * 2
+    assert min(norms) > 0.25
+    for received, start, gradient, norm in zip(
+        model.get_weights(), (first, second), gradients, norms, strict=True
+    ):
+        clipped = np.clip(gradient, -0.125, 0.125)
+        if "clipvalue" not in clip:
+            clipped = gradient * (0.25 / norm)
+        # Root, quotient, product and difference round once each, at numbers below 2.
+        np.testing.assert_allclose(received, start - clipped, rtol=0, atol=4 * 2.0**-23)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_real_numbers_stay_within_the_rounding_of_their_sums(name):
+    """Two orders of summing n numbers differ by 2 n u sum|x|, u = 2**-24; descent contracts it."""
+    steps, rate, u = 20, 0.05, 2.0**-24
+    random = np.random.default_rng(0)
+    x = random.uniform(-1, 1, (steps * BATCH, FEATURES)).astype("float32")
+    y = x @ random.uniform(-1, 1, (FEATURES, UNITS)).astype("float32")
+    weights = []
+    for distribution in (None, DISTRIBUTIONS[name]()):
+        keras.distribution.set_distribution(distribution)
+        model = keras.Sequential(
+            [keras.Input((FEATURES,)), keras.layers.Dense(UNITS, use_bias=False, name="second")]
+        )
+        model.set_weights([np.ones((FEATURES, UNITS), "float32")])
+        model.compile(kmp.scaled("sgd", learning_rate=rate), loss="mse")
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        weights.append(model.get_weights()[0])
+        keras.utils.clear_session()
+    # |x| <= 1 and |weights - true weights| <= 2 at the start bound every residual by 2 FEATURES,
+    # and the mean over BATCH * UNITS residuals times 2 |x| every gradient by 4 FEATURES / UNITS.
+    # A residual is a sum of FEATURES + 1 terms, a gradient one of BATCH terms.
+    largest_gradient = 4 * FEATURES / UNITS
+    a_step = 2 * (BATCH + FEATURES + 4) * u * largest_gradient * rate + 2 * u * 2
+    bound = np.sqrt(FEATURES) * steps * a_step  # contraction is in the norm of a unit's weights
+    np.testing.assert_allclose(weights[1], weights[0], rtol=0, atol=bound)
+    assert np.abs(weights[0] - 1).max() > 1000 * bound  # it did train
