@@ -53,17 +53,24 @@ def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
 
     Source: JMP, `select_tree`.
     """
-    if len(ops.shape(pred)) != 0:
+    pred = ops.cast(ops.convert_to_tensor(pred), "bool")
+    if len(pred.shape) != 0:
         raise ValueError(
-            f"`pred` must be a boolean scalar. Received: shape={tuple(ops.shape(pred))}. Reduce it "
+            f"`pred` must be a boolean scalar. Received: shape={tuple(pred.shape)}. Reduce it "
             "first, for example with keras.ops.all(pred)."
         )
     keras.tree.assert_same_structure(on_true, on_false)
-    return keras.tree.map_structure(
-        lambda a, b: None if a is None else ops.where(ops.cast(pred, "bool"), a, b),
-        on_true,
-        on_false,
-    )
+
+    def choose(a, b):
+        if (a is None) != (b is None):
+            raise ValueError(
+                "`on_true` and `on_false` must have the same structure. Received: None in one of "
+                f"them where the other has {a if b is None else b}. Put None, or a tensor such as "
+                "keras.ops.zeros_like of the other, in both."
+            )
+        return None if a is None else ops.where(pred, a, b)
+
+    return keras.tree.map_structure(choose, on_true, on_false)
 
 
 def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree:
