@@ -68,3 +68,13 @@ def as_numpy(x):
 def jit(request):
     """Eager, and compiled by XLA; PyTorch compiles in the tests that say so."""
     return request.param
+
+
+@pytest.fixture
+def two_replicas():
+    """A MirroredStrategy over two CPU devices."""
+    import tensorflow as tf
+
+    # TensorFlow's own tests do so: no strategy may meet the collective groups of an earlier one.
+    tf.distribute.MirroredStrategy._collective_key_base += 100_000
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

@@ -1,0 +1,327 @@
+"""Float32BatchNormalization: its moments, what it refuses to learn, Keras's layer as the peer."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from kmp.layers import Float32BatchNormalization
+
+POLICIES = ["mixed_float16", "mixed_bfloat16", "float16", "bfloat16", "float32"]
+# Unit roundoff: the largest relative error of rounding to nearest.
+ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+EPSILON = 1e-3
+
+
+def rounded(x, dtype):
+    return np.asarray(x, "float32").astype(np.dtype(dtype))
+
+
+def batch_statistics(x, policy="float32", **call):
+    """What one training step sees: with momentum 0 the moving statistics are the batch's."""
+    layer = Float32BatchNormalization(momentum=0.0, dtype=policy)
+    y = layer(ops.convert_to_tensor(x), training=True, **call)
+    y = ops.convert_to_numpy(ops.cast(y, "float32"))
+    return y, *(w.astype("float64") for w in layer.get_weights()[2:])
+
+
+def oracle(x, axes, weights=None):
+    """Weighted mean and biased variance in float64."""
+    x = np.asarray(x).astype("float64")
+    weights = np.ones_like(x) if weights is None else weights
+    mean = np.average(x, axis=axes, weights=weights)
+    shape = [1 if axis in axes else n for axis, n in enumerate(x.shape)]
+    return mean, np.average((x - mean.reshape(shape)) ** 2, axis=axes, weights=weights)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_integers_with_an_integer_deviation_come_out_exact(policy):
+    # Mean 3 and variance 4, both without rounding; 1 / sqrt(4 + 0.001) is the only rounded number.
+    x = np.tile([[1.0], [5.0]], (8, 2))
+    half = keras.DTypePolicy(policy).compute_dtype
+    y, mean, variance = batch_statistics(rounded(x, half), policy)
+    np.testing.assert_array_equal(mean, [3, 3])
+    np.testing.assert_array_equal(variance, [4, 4])
+    bound = 4 * ROUNDOFF["float32"] + ROUNDOFF[half]
+    np.testing.assert_allclose(y, (x - 3) / np.sqrt(4 + EPSILON), rtol=bound)
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, mean, deviation",
+    [
+        ("float16", 64, 1000.5, 0.0),
+        ("float16", 4096, 1000.0, 0.5),
+        ("bfloat16", 4096, 1000.0, 30.0),
+        ("float16", 65536, 100.0, 1.0),  # a sum of 6.5 million, a hundred times float16's largest
+        ("float32", 4096, 1e3, 1.0),
+        ("float32", 4096, 1e4, 1.0),
+        ("float32", 4096, 1e5, 1.0),
+    ],
+)
+def test_variance_about_a_large_mean(dtype, rows, mean, deviation):
+    noise = np.random.default_rng(0).normal(size=(rows, 3)) * deviation
+    x = rounded(mean + noise, dtype)
+    policy = "float32" if dtype == "float32" else f"mixed_{dtype}"
+
+    y, batch_mean, batch_variance = batch_statistics(x, policy)
+
+    true_mean, true_variance = oracle(x, (0,))
+    u = ROUNDOFF["float32"]
+    # x - shift is exact near the mean, so the variance only carries the rounding of its own sums,
+    # of the order of sqrt(rows) u; 1e-4 leaves a factor of five for unlucky orders.
+    np.testing.assert_allclose(batch_variance, true_variance, rtol=1e-4, atol=1e-9)
+    assert np.all(batch_variance >= 0)
+    np.testing.assert_allclose(batch_mean, true_mean, rtol=4 * u)
+    # An error of u * mean in the mean is one of u * mean / deviation in the output.
+    true_y = (x.astype("float64") - true_mean) / np.sqrt(true_variance + EPSILON)
+    shift = 4 * u * mean / np.sqrt(true_variance + EPSILON)
+    np.testing.assert_allclose(y, true_y, rtol=1e-4 + ROUNDOFF[dtype], atol=shift.max())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_variables_are_float32_and_in_the_order_of_keras(policy):
+    layer = Float32BatchNormalization(dtype=policy)
+    layer.build((None, 2))
+    peer = keras.layers.BatchNormalization()
+    peer.build((None, 2))
+    assert [v.dtype for v in layer.variables] == ["float32"] * 4
+    assert [v.name for v in layer.weights] == [v.name for v in peer.weights]
+    assert [v.trainable for v in layer.weights] == [v.trainable for v in peer.weights]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parameters_are_not_rounded_to_half(policy):
+    # (1000 - 999.9) * 1: in half, 999.9 would be 1000 and the output 0.
+    layer = Float32BatchNormalization(dtype=policy)
+    layer.build((None, 1))
+    layer.moving_mean.assign([999.9])
+    y = ops.convert_to_numpy(ops.cast(layer(np.full((1, 1), 1000.0)), "float32")).item()
+    expected = (1000 - np.float32(999.9)) / np.sqrt(1 + EPSILON)
+    np.testing.assert_allclose(y, expected, rtol=2 * ROUNDOFF[layer.compute_dtype] + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "axis, shape", [(-1, (6, 5)), (1, (4, 3, 5, 2)), (-1, (4, 5, 2, 3)), (2, (3, 4, 5))]
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_agrees_with_keras(axis, shape, training, jit, pull_back):
+    random = np.random.default_rng(0)
+    x = random.normal(2, 3, shape).astype("float32")
+    cotangent = random.normal(size=shape)
+    weights = [random.uniform(0.5, 2, shape[axis]) for _ in range(4)]
+    results = []
+    for kind in (Float32BatchNormalization, keras.layers.BatchNormalization):
+        layer = kind(axis=axis)
+        layer.build(shape)
+        layer.set_weights(weights)
+        results.append(pull_back(layer, x, cotangent, jit, training=training))
+    (ours, our_gradients), (theirs, their_gradients) = results
+    # Numbers of order 1 to 10 after some dozens of float32 operations each.
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    for one, other in zip(our_gradients, their_gradients, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("axis, shape", [(-1, (6, 5, 3)), (1, (6, 5, 3))])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_masked_moments(axis, shape, policy, jit, pull_back):
+    random = np.random.default_rng(0)
+    mask = random.random(shape[:-1]) < 0.6
+    mask[0] = True  # each channel of axis 1 keeps an element
+    half = keras.DTypePolicy(policy).compute_dtype
+    x = rounded(random.normal(5, 2, shape), half)
+    axes = tuple(a for a in range(3) if a != axis % 3)
+    weights = np.broadcast_to(mask[..., None], shape).astype("float64")
+    mean, variance = (np.expand_dims(each, axes) for each in oracle(x, axes, weights))
+    expected = (x.astype("float64") - mean) / np.sqrt(variance + EPSILON)
+
+    layer = Float32BatchNormalization(axis=axis, dtype=policy)
+    spoiled = np.where(mask[..., None], x, np.float32("nan")).astype(x.dtype)
+    y, _ = pull_back(
+        layer, spoiled, np.ones(shape), jit, training=True, mask=ops.convert_to_tensor(mask)
+    )
+
+    # A dozen float32 operations on numbers of order 10, then one rounding to the output dtype.
+    bound = 2e-6 + ROUNDOFF[half]
+    chosen = weights.astype(bool)
+    np.testing.assert_allclose(y.astype("float64")[chosen], expected[chosen], rtol=bound, atol=5e-6)
+    assert np.all(np.isnan(y.astype("float64")[~chosen]))
+
+
+def test_refuses_a_mask_of_another_rank():
+    with pytest.raises(ValueError, match=r"`mask` must have.*mask\.shape=\(2, 3\)"):
+        Float32BatchNormalization()(np.ones((2, 3)), mask=np.ones((2, 3), bool), training=True)
+
+
+BAD = {
+    "nan": [[1, np.nan], [2, 3]],
+    "inf": [[1, 2], [-np.inf, 3]],
+    "both_infs": [[np.inf, 2], [-np.inf, 3]],
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", BAD)
+def test_statistics_ignore_a_bad_batch_in_fit(kind, policy, jit):
+    assert_keeps_statistics(policy, np.array(BAD[kind]), jit)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float32"])
+@pytest.mark.parametrize("largest", [3e38, 1e30], ids=["mean", "variance"])
+def test_statistics_ignore_finite_inputs_whose_moments_overflow(largest, policy, jit):
+    # Only the first channel overflows; the update of the second is skipped with it.
+    x = np.array([[largest, 1.0], [-largest, 2.0], [largest, 1.0], [largest, 1.0]])
+    assert_keeps_statistics(policy, x, jit)
+
+
+def assert_keeps_statistics(policy, x, jit):
+    """One good step, then one with `x`: the moving statistics move, then stay to the bit."""
+    keras.config.set_dtype_policy(policy)
+    layer = Float32BatchNormalization()
+    model = keras.Sequential([layer])
+    model.compile("sgd", "mse", jit_compile=jit)
+    model.fit(np.array([[0.3, 0.7], [0.9, -4.0]]), np.zeros((2, 2)), verbose=0)
+    before = [w.tobytes() for w in layer.get_weights()[2:]]
+    assert layer.get_weights()[2].tolist() != [0, 0]
+    model.fit(x, np.zeros(x.shape), batch_size=len(x), verbose=0)
+    assert [w.tobytes() for w in layer.get_weights()[2:]] == before
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("shape", [(0, 3, 2), (4, 3, 2)], ids=["empty", "wholly_masked"])
+def test_statistics_ignore_a_batch_without_elements(shape, policy):
+    layer = Float32BatchNormalization(dtype=policy)
+    layer.build((None, 3, 2))
+    layer.moving_mean.assign([0.3, 0.7])
+    before = [w.tobytes() for w in layer.get_weights()]
+    y = layer(np.ones(shape), training=True, mask=np.zeros(shape[:-1], bool))
+    assert tuple(y.shape) == shape
+    assert np.all(np.isfinite(ops.convert_to_numpy(ops.cast(y, "float32"))))
+    assert [w.tobytes() for w in layer.get_weights()] == before
+
+
+def test_a_channel_without_elements_keeps_its_statistics_alone():
+    layer = Float32BatchNormalization(axis=1, momentum=0.5)
+    layer(np.full((1, 2, 3), 4.0), training=True, mask=np.array([[True, False]]))
+    np.testing.assert_array_equal(layer.get_weights()[2:], [[2, 0], [0.5, 1]])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.75, 1.0])
+def test_moving_statistics_follow_the_momentum(momentum):
+    layer = Float32BatchNormalization(momentum=momentum)
+    for _ in range(2):
+        layer(np.array([[1.0], [5.0]]), training=True)  # mean 3, variance 4
+    kept = momentum**2
+    np.testing.assert_array_equal(layer.get_weights()[2:], [[3 - 3 * kept], [4 - 3 * kept]])
+
+
+@pytest.mark.parametrize("training, trainable", [(False, True), (True, False), (None, True)])
+def test_inference_uses_and_keeps_the_moving_statistics(training, trainable):
+    layer = Float32BatchNormalization(epsilon=1.0, trainable=trainable)
+    layer.build((None, 1))
+    weights = [[2.0], [5.0], [10.0], [3.0]]
+    layer.gamma.assign(weights[0])
+    layer.beta.assign(weights[1])
+    layer.moving_mean.assign(weights[2])
+    layer.moving_variance.assign(weights[3])
+    y = layer(np.array([[14.0]]), training=training)
+    assert ops.convert_to_numpy(y).item() == (14 - 10) / np.sqrt(3 + 1) * 2 + 5
+    assert [w.tolist() for w in layer.get_weights()] == weights
+
+
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("scale", [True, False])
+def test_center_and_scale_are_optional(center, scale):
+    layer = Float32BatchNormalization(center=center, scale=scale)
+    layer.build((None, 1))
+    names = ["gamma"] * scale + ["beta"] * center + ["moving_mean", "moving_variance"]
+    assert [v.name for v in layer.weights] == names
+    assert np.all(np.isfinite(ops.convert_to_numpy(layer(np.ones((2, 1)), training=True))))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_symbolic_output_has_the_compute_dtype_and_unknown_sizes_work(policy, jit):
+    keras.config.set_dtype_policy(policy)
+    inputs = keras.Input((None, 4))
+    outputs = Float32BatchNormalization()(inputs)
+    assert outputs.dtype == keras.DTypePolicy(policy).compute_dtype
+    assert outputs.shape == (None, None, 4)
+    model = keras.Model(inputs, keras.layers.Dense(1)(outputs))
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=jit)
+    x = np.random.default_rng(0).normal(1e3, 1, (8, 3, 4))
+    losses = model.fit(x, x[..., :1] - 1e3, epochs=8, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.only("tensorflow")
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_replicas_share_their_moments(synchronized, two_replicas):
+    import tensorflow as tf
+
+    strategy = two_replicas
+    with strategy.scope():
+        layer = Float32BatchNormalization(momentum=0.0, synchronized=synchronized)
+        layer.build((None, 1))
+    # Mean 3 and variance 9 + 1 over both replicas; each replica alone has variance 1.
+    x = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(
+            [[[-1.0], [1.0]], [[5.0], [7.0]]][context.replica_id_in_sync_group]
+        )
+    )
+    step = tf.function(lambda x: layer(x, training=True))
+    outputs = strategy.experimental_local_results(strategy.run(step, args=(x,)))
+    y = np.concatenate([each.numpy().ravel() for each in outputs])
+    expected = np.array([-4, -2, 2, 4]) / np.sqrt(10) if synchronized else np.array([-1, 1, -1, 1])
+    np.testing.assert_allclose(y, expected, rtol=EPSILON)
+    if synchronized:
+        assert layer.moving_mean.numpy() == 3
+        assert layer.moving_variance.numpy() == 10
+
+
+@pytest.mark.only("tensorflow")
+@pytest.mark.parametrize("synchronized, first", [(True, 0.0), (False, 1.5)])
+def test_a_bad_batch_on_the_second_replica(synchronized, first, two_replicas):
+    # Synchronized, both replicas see the NaN; apart, the first learns its own mean of 1.5.
+    strategy = two_replicas
+    with strategy.scope():
+        layer = Float32BatchNormalization(momentum=0.0, synchronized=synchronized)
+        model = keras.Sequential([layer])
+        model.compile("sgd", "mse", jit_compile=False)
+    x = np.array([[1.0], [2.0], [3.0], [np.nan]])
+    model.fit(x, np.zeros((4, 1)), batch_size=4, shuffle=False, verbose=0)
+    values = [v.numpy() for v in strategy.experimental_local_results(layer.moving_mean.value)]
+    np.testing.assert_array_equal(values, [[first], [0]])
+
+
+@pytest.mark.only("jax", "torch")
+def test_refuses_synchronized_without_tensorflow():
+    with pytest.raises(ValueError, match="synchronized"):
+        Float32BatchNormalization(synchronized=True)
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"momentum": 1.5}, r"`momentum` must be between 0 and 1\. Received: momentum=1\.5"),
+        ({"momentum": float("nan")}, "Received: momentum=nan"),
+        ({"epsilon": 0.0}, r"`epsilon` must be above 0.*Received: epsilon=0\.0"),
+        ({"renorm": True}, r"Received: renorm=True.*keras\.layers\.BatchNormalization"),
+    ],
+)
+def test_construction_errors(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        Float32BatchNormalization(**kwargs)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_saves_and_loads(policy, tmp_path):
+    layer = Float32BatchNormalization(
+        axis=1, momentum=0.9, epsilon=0.01, gamma_regularizer="l2", dtype=policy
+    )
+    model = keras.Sequential([keras.Input((3, 2)), layer])
+    model(np.random.default_rng(0).normal(size=(4, 3, 2)), training=True)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras").layers[0]
+    assert loaded.get_config() == layer.get_config()
+    assert [w.tobytes() for w in loaded.get_weights()] == [w.tobytes() for w in layer.get_weights()]
+    assert [v.dtype for v in loaded.variables] == ["float32"] * 4
