@@ -60,7 +60,8 @@ def gradient_rows(gradient: Gradient) -> Tensor:
         return gradient
     order = tf.argsort(gradient.indices)
     indices = tf.gather(gradient.indices, order)
-    new = tf.concat([[0], tf.cast(indices[1:] != indices[:-1], "int32")], axis=0)
+    new = tf.cast(indices[1:] != indices[:-1], "int32")
+    new = tf.concat([tf.zeros_like(order[:1]), new], axis=0)  # empty if there is no slice
     values = tf.gather(gradient.values, order)
     return tf.math.unsorted_segment_sum(values, tf.cumsum(new), tf.shape(new)[0])
 
