@@ -54,6 +54,16 @@ def checked_inner(optimizer: Any) -> Any:
     return optimizer
 
 
+def checked_choice(name: str, value: str, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of `choices`."""
+    if value not in choices:
+        raise ValueError(
+            f"`{name}` must be one of {tuple(choices)}. Received: {name}={value!r}. "
+            f"Write {name}={choices[0]!r}, the default."
+        )
+    return value
+
+
 def warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> None:
     """Warn if float16 is going to be trained without a scale: small gradients vanish silently."""
     if not isinstance(rule, NoOpLossScale):

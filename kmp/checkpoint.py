@@ -19,7 +19,8 @@ from kmp._types import Variable
 from kmp.scaling import DynamicLossScale
 
 _INNER_SIZES = "inner_sizes"
-_OPTIONAL = {"gradient_health"}  # measuring may have been switched on or off since
+# Measuring, or dropping whole windows, may have been switched on since.
+_OPTIONAL = {"gradient_health", "window_position", "window_dropped"}
 # Keras's class numbers its variables: these, then the inner optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 _GRAD_SCALER_KEYS = (

@@ -1,39 +1,39 @@
 """The optimizer that `model.compile` takes: loss scaling around any Keras optimizer."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
-from keras import ops
 
 from kmp import _backend, checkpoint, health
-from kmp._construction import checked_inner, choose_rule, warn_of_unscaled_float16
-from kmp._types import Gradient, Tensor, Variable
-from kmp.scaling import ScaleState
-from kmp.trees import all_finite, map_gradients
-
-# What Keras's base class would answer for itself although the inner optimizer decides it.
-_INNER_SETTINGS = (
-    "weight_decay",
-    "clipnorm",
-    "global_clipnorm",
-    "clipvalue",
-    "use_ema",
-    "ema_momentum",
-    "ema_overwrite_frequency",
-    "gradient_accumulation_steps",
+from kmp._construction import (
+    checked_choice,
+    checked_inner,
+    choose_rule,
+    warn_of_unscaled_float16,
 )
+from kmp._forwarding import ForwardsToInner
+from kmp._step import ScaledStep
+from kmp._types import Gradient, Tensor, Variable
+from kmp._window import ON_OVERFLOW, DroppedWindow
 
 
-def scaled(optimizer: Any, loss_scale: Any = "dynamic", **optimizer_arguments) -> Any:
+def scaled(
+    optimizer: Any,
+    loss_scale: Any = "dynamic",
+    *,
+    on_overflow: str = "drop_micro_batch",
+    **optimizer_arguments,
+) -> Any:
     """Wrap an optimizer in loss scaling, ready for `model.compile`.
 
     Args:
         optimizer: a `keras.optimizers.Optimizer` class, instance, name or config.
         loss_scale: `"dynamic"`, `"none"`, a positive number (static), or a strategy such as
             `kmp.DynamicLossScale(growth_interval=500)`.
+        on_overflow: what an overflow costs under gradient accumulation; see
+            `kmp.LossScaleOptimizer`.
         **optimizer_arguments: what the optimizer's constructor takes, with a class or a name.
 
     Returns:
@@ -68,11 +68,11 @@ def scaled(optimizer: Any, loss_scale: Any = "dynamic", **optimizer_arguments) -
             f"loss_scale_factor={inner.loss_scale_factor}. Leave loss_scale_factor out and write "
             f"kmp.scaled({type(inner).__name__}, loss_scale={inner.loss_scale_factor}, ...)."
         )
-    return LossScaleOptimizer(inner, loss_scale=loss_scale)
+    return LossScaleOptimizer(inner, loss_scale=loss_scale, on_overflow=on_overflow)
 
 
 @keras.saving.register_keras_serializable(package="kmp")
-class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(ScaledStep, ForwardsToInner, keras.optimizers.LossScaleOptimizer):
     """Scales the loss, checks the gradients, and lets a step happen wholly or not at all.
 
     In each step:
@@ -96,6 +96,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         name: str.
         loss_scale: `"dynamic"`, `"none"`, a positive number or a strategy; not together with the
             two arguments above. See `kmp.scaled`.
+        on_overflow: under gradient accumulation, `"drop_micro_batch"` leaves the overflowing
+            micro-batch out and the window takes one more in its place (as Keras), or
+            `"drop_window"` discards the whole window and keeps its boundary (as PyTorch).
         measure_gradients: bool, whether each step fills `gradient_health`.
         **kwargs: the base optimizer's arguments at their defaults, as Keras allows in old configs.
 
@@ -130,6 +133,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         name: str | None = None,
         *,
         loss_scale: Any = None,
+        on_overflow: str = "drop_micro_batch",
         measure_gradients: bool = True,
         **kwargs,
     ):
@@ -138,53 +142,30 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().__init__(inner_optimizer, float(rule.init().scale), name=name, **kwargs)
         self.loss_scale = rule
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
+        self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
         self.measure_gradients = bool(measure_gradients)
         self.gradient_health = None
-        for setting in _INNER_SETTINGS:
-            self.__dict__.pop(setting, None)  # from here on __getattr__ answers
-
-    def __getattr__(self, name: str) -> Any:
-        inner = self.__dict__.get("inner_optimizer")
-        if inner is None or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _INNER_SETTINGS and "inner_optimizer" in self.__dict__:
-            setattr(self.inner_optimizer, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def exclude_from_weight_decay(self, var_list=None, var_names=None):
-        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+        self._forward_settings()
 
     @property
     def steps(self) -> Variable:
         """Training steps so far, skipped ones included; `iterations` counts the applied ones."""
         return self._iterations
 
-    @property
-    def scale_state(self) -> ScaleState:
-        """The loss scale's state as tensors, to read or to hand to `loss_scale`."""
-        return ScaleState(
-            ops.convert_to_tensor(self.dynamic_scale),
-            ops.convert_to_tensor(self.step_counter),
-            ops.convert_to_tensor(self.consecutive_skips),
-        )
-
     def build(self, var_list: Sequence[Variable]) -> None:
         if self.built:
             return
         var_list = list(var_list)
         warn_of_unscaled_float16(self.loss_scale, var_list)
-        # Keras's build reads these two to make variables that are the inner optimizer's business.
-        self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
-        super().build(var_list)
-        del self.__dict__["use_ema"], self.__dict__["gradient_accumulation_steps"]
+        with self._settings_of_a_bare_base():
+            super().build(var_list)
         self.variable_paths = tuple(getattr(v, "path", v.name) for v in var_list)
         self._sizes = tuple(math.prod(v.shape) for v in var_list)
         self.skipped_steps = self._add_counter("skipped_steps")
         self.consecutive_skips = self._add_counter("consecutive_skips")
+        self._window = None
+        if self.on_overflow == "drop_window" and self.inner_optimizer.gradient_accumulation_steps:
+            self._window = DroppedWindow(self)
         if self.measure_gradients:
             self.gradient_health = self.add_variable(
                 shape=(len(var_list), len(health.COLUMNS)),
@@ -238,54 +219,32 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not _backend.step_on_replicas(self, grads, variables):
             self.step(grads, variables)
 
-    def step(self, grads: list[Gradient], variables: list[Variable]) -> None:
-        """Run one step on gradients that are the same wherever this code runs."""
-        grads = self.unscaled(grads, variables)
-        measured, finite = self.measured(grads, variables)
+    def stateless_scale_loss(self, optimizer_variables: Sequence[Tensor], loss: Tensor) -> Tensor:
+        """`scale_loss` as a pure function, for JAX.
 
-        def update() -> None:
-            self.inner_optimizer.apply(grads, variables)
+        `scale_loss` alone would bake the scale of the moment of tracing into the compiled step.
 
-        _backend.apply_if(finite, update, self._guarded(variables))
-        self.record(measured, finite)
+        Args:
+            optimizer_variables: values of `optimizer.variables`, those that the same step hands to
+                `stateless_apply`.
+            loss: float[], the loss.
 
-    def unscaled(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
-        """Divide the gradients by the scale that the loss was multiplied with."""
-        true = self.loss_scale.unscale(grads, self.scale_state)
-        if self.inner_optimizer.gradient_accumulation_steps:
-            # Keras's accumulators have the variable's dtype and must meet their own.
-            true = [
-                map_gradients(functools.partial(ops.cast, dtype=v.dtype), g)
-                for g, v in zip(true, variables, strict=True)
-            ]
-        # Float8's scales arrive as "gradients" that replace the variable: never scaled.
-        overwritten = [self._overwrite_variable_with_gradient(v) for v in variables]
-        return [g if raw else t for raw, g, t in zip(overwritten, grads, true, strict=True)]
+        Returns:
+            float32[], the loss multiplied by the scale that `optimizer_variables` hold.
 
-    def measured(
-        self, grads: list[Gradient], variables: list[Variable]
-    ) -> tuple[Tensor | None, Tensor]:
-        """Measure unscaled gradients: (float32[num_variables, 4] or None, bool[] all finite)."""
-        if self.gradient_health is None:
-            return None, _backend.verdict(all_finite(grads))
-        rows: list[Gradient] = [None] * len(self._sizes)
-        for grad, variable in zip(grads, variables, strict=True):
-            rows[self._get_variable_index(variable)] = grad
-        measured = health.measure(rows, self._sizes)
-        finite = ops.equal(ops.sum(measured[:, health.NONFINITE]), 0.0)
-        return measured, _backend.verdict(finite)
-
-    def record(self, measured: Tensor | None, finite: Tensor) -> None:
-        """Write down the verdict: the next scale, the counters and the measurements."""
-        state = self.loss_scale.next(self.scale_state, finite)
-        self.dynamic_scale.assign(state.scale)
-        self.step_counter.assign(ops.cast(state.finite_steps, self.step_counter.dtype))
-        self.consecutive_skips.assign(state.overflows)
-        self.skipped_steps.assign_add(ops.cast(ops.logical_not(finite), "int32"))
-        self._iterations.assign_add(1)
-        if self.gradient_health is not None:
-            previous = ops.convert_to_tensor(self.gradient_health)
-            self.gradient_health.assign(health.accumulate(measured, previous))
+        Raises:
+            ValueError: if the optimizer is not built, or there is not one value a variable.
+        """
+        if not self.built or len(optimizer_variables) != len(self.variables):
+            raise ValueError(
+                "`optimizer_variables` must hold one value for each of optimizer.variables. "
+                f"Received: {len(optimizer_variables)} values for {len(self.variables)} variables "
+                f"(built={self.built}). Write optimizer.build(model.trainable_variables) and "
+                "[v.value for v in optimizer.variables] before the loop."
+            )
+        mapping = list(zip(self.variables, optimizer_variables, strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            return self.scale_loss(loss)
 
     def stateless_apply(
         self,
@@ -306,15 +265,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Keras's own loss scaling branches here; its base class runs `apply` in a stateless scope.
         base: Any = super(keras.optimizers.LossScaleOptimizer, self)
         return base.stateless_apply(optimizer_variables, grads, trainable_variables)
-
-    def _guarded(self, variables: list[Variable]) -> list[Variable]:
-        """Everything that the inner optimizer may write; Nadam hides one variable in itself."""
-        inner = self.inner_optimizer
-        known = {id(v) for v in inner.variables}
-        hidden = [
-            v for v in vars(inner).values() if isinstance(v, keras.Variable) and id(v) not in known
-        ]
-        return variables + inner.variables + hidden
 
     @property
     def own_variables(self) -> list[Variable]:
@@ -347,6 +297,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
+            "on_overflow": self.on_overflow,
             "measure_gradients": self.measure_gradients,
         }
 

@@ -92,7 +92,7 @@ def _decide_once(
         _update(on_each_replica, optimizer.inner_optimizer, gradients, variables)
         return finite
 
-    tf.cond(finite, update, lambda: finite)
+    tf.cond(optimizer.admitted(finite), update, lambda: finite)
     optimizer.record(measured, finite)
 
 
