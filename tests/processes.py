@@ -1,0 +1,72 @@
+"""Python programs in processes of their own, none of which outlives its test."""
+
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+TESTS = pathlib.Path(__file__).parent
+
+
+def environment(**changes):
+    """This process's environment, from which the programs import what the tests import."""
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    names = ("XLA_FLAGS", "TF_CONFIG")  # of this process alone
+    inherited = {k: v for k, v in os.environ.items() if k not in names}
+    return {**inherited, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2", **changes}
+
+
+@contextlib.contextmanager
+def started(commands, environments, directory):
+    """Start a Python program for each list of arguments; kill what still runs at the end.
+
+    Yields the processes. What each says goes to `directory/process_<i>.log`.
+    """
+    processes = []
+    try:
+        for i, (command, variables) in enumerate(zip(commands, environments, strict=True)):
+            with open(directory / f"process_{i}.log", "w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *map(str, command)],
+                        env=variables,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def run_all(commands, environments, directory, timeout):
+    """Run the programs side by side to their end; fail with their words if one fails or hangs."""
+    deadline = time.monotonic() + timeout
+    with started(commands, environments, directory) as processes:
+        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+            if any(p.returncode for p in processes):
+                break  # the others would wait for the one that failed
+            time.sleep(0.05)
+        codes = [p.poll() for p in processes]
+    said = "\n".join(
+        f"-- process {i}: {'still running' if code is None else f'exit code {code}'}\n"
+        + (directory / f"process_{i}.log").read_text()[-3000:]
+        for i, code in enumerate(codes)
+    )
+    assert codes == [0] * len(codes), said
+
+
+def free_ports(number):
+    """Ports of the loopback address on which nobody listens."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
