@@ -15,6 +15,7 @@ if keras.backend.backend() == "tensorflow":
         map_gradient_values,
         matmul_float32,
         read,
+        restore_after_skip,
         verdict,
     )
     from kmp._backend.tensorflow_distribute import step_on_replicas
@@ -27,6 +28,7 @@ elif keras.backend.backend() == "jax":
         map_gradient_values,
         matmul_float32,
         read,
+        restore_after_skip,
         step_on_replicas,
         verdict,
     )
@@ -39,6 +41,7 @@ elif keras.backend.backend() == "torch":
         map_gradient_values,
         matmul_float32,
         read,
+        restore_after_skip,
         step_on_replicas,
         verdict,
     )
@@ -57,6 +60,7 @@ __all__ = [
     "map_gradient_values",
     "matmul_float32",
     "read",
+    "restore_after_skip",
     "step_on_replicas",
     "verdict",
 ]

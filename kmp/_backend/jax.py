@@ -96,3 +96,26 @@ def read(model: Any, variables: list[Variable]) -> list[Tensor]:
         live = {id(v): x for v, x in zip(model.optimizer.variables, values, strict=True)}
         return [live[id(v)] for v in variables]
     return [v.value for v in variables]
+
+
+def restore_after_skip(
+    model: Any, train_step: Callable, statistics_of: Callable[[Any], list[Variable]]
+) -> Callable:
+    """Wrap Keras's stateless train step: a skipped one returns the statistics that it was given."""
+
+    def step(state, data):
+        logs, new_state = train_step(state, data)
+        skipped_steps = [id(v) for v in model.optimizer.variables].index(
+            id(model.optimizer.skipped_steps)
+        )
+        applied = new_state[2][skipped_steps] == state[2][skipped_steps]
+        guarded = {id(v) for v in statistics_of(model)}
+        non_trainable = [
+            jnp.where(applied, new, old) if id(v) in guarded else new
+            for v, new, old in zip(
+                model.non_trainable_variables, new_state[1], state[1], strict=True
+            )
+        ]
+        return logs, (new_state[0], non_trainable, *new_state[2:])
+
+    return step

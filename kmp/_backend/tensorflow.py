@@ -107,3 +107,25 @@ def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variabl
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:
     """The present values of optimizer variables of `model`."""
     return [v.value for v in variables]
+
+
+def restore_after_skip(
+    model: Any, train_step: Callable, statistics_of: Callable[[Any], list[Variable]]
+) -> Callable:
+    """Wrap Keras's train step: a skipped one leaves the statistics as they were.
+
+    Not under a `tf.distribute` strategy.
+    """
+
+    def step(data):
+        if tf.distribute.has_strategy():
+            return train_step(data)  # each replica's statistics are Keras's to reduce
+        optimizer, statistics = model.optimizer, statistics_of(model)
+        before = [tf.identity(v.value) for v in [optimizer.skipped_steps, *statistics]]
+        logs = train_step(data)
+        applied = optimizer.skipped_steps.value == before[0]
+        for variable, old in zip(statistics, before[1:], strict=True):
+            variable.assign(tf.where(applied, variable.value, old))
+        return logs
+
+    return step

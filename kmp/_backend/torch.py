@@ -60,3 +60,20 @@ def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:
     """The present values of optimizer variables of `model`."""
     return [v.value for v in variables]
+
+
+def restore_after_skip(
+    model: Any, train_step: Callable, statistics_of: Callable[[Any], list[Variable]]
+) -> Callable:
+    """Wrap Keras's train step: a skipped one leaves the statistics as they were."""
+
+    def step(data):
+        optimizer, statistics = model.optimizer, statistics_of(model)
+        before = [v.value.detach().clone() for v in [optimizer.skipped_steps, *statistics]]
+        logs = train_step(data)
+        applied = optimizer.skipped_steps.value == before[0]
+        for variable, old in zip(statistics, before[1:], strict=True):
+            variable.assign(torch.where(applied, variable.value, old))
+        return logs
+
+    return step

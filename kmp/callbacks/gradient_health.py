@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from kmp.callbacks._finite_loss import average_finite_losses
 from kmp.callbacks._sampler import Cadence, read_report, require_measuring_optimizer
+from kmp.callbacks._train_step import guard_train_step
 from kmp.health import GradientReport
 from kmp.scaling import NoOpLossScale
 from kmp.summaries import SummaryWriter
@@ -43,8 +43,11 @@ class GradientHealth(keras.callbacks.Callback):
     headroom_bits    how often the scale could double before that gradient leaves float16
     ```
 
-    Put it before callbacks that read these keys. `loss` itself becomes the mean over the steps
-    whose loss was finite (NaN if there was none), so that a skipped step does not ruin it.
+    Put it before callbacks that read these keys.
+
+    A skipped step leaves nothing behind in Keras's loop either: `loss` becomes the mean over the
+    steps whose loss was finite (NaN if there was none), and moving statistics of any layer, Keras's
+    BatchNormalization included, stay bit-equal (under `tf.distribute` they do not).
 
     Args:
         log_dir: directory for TensorBoard's event files, or None for none. Needs no TensorFlow.
@@ -98,10 +101,13 @@ class GradientHealth(keras.callbacks.Callback):
 
     def set_model(self, model):
         super().set_model(model)
-        average_finite_losses(model)
+        require_measuring_optimizer(self, model)
+        guard_train_step(model)
 
     def on_train_begin(self, logs=None):
-        require_measuring_optimizer(self, self._model)
+        optimizer = self._model.optimizer
+        if self._model.built and not optimizer.built:
+            optimizer.build(self._model.trainable_variables)
         self._warn_of_unscaled_float16()
         if self.log_dir is not None:
             self._writer = SummaryWriter(self.log_dir)

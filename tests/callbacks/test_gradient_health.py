@@ -345,3 +345,29 @@ def test_custom_loops_read_the_same(backend):
     model.optimizer.build(model.trainable_variables)
     assert _sampler.read_report(model).step == 0
     np.testing.assert_array_equal(ops.convert_to_numpy(model.optimizer.gradient_health), 0)
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+@pytest.mark.parametrize("cause", ["forward", "backward"])
+@pytest.mark.parametrize("jit", [False, True] if BACKEND != "torch" else [False])
+@pytest.mark.parametrize(
+    "layer", [keras.layers.BatchNormalization, kmp.layers.Float32BatchNormalization]
+)
+def test_a_skipped_step_leaves_moving_statistics_alone(layer, jit, cause):
+    """Also where the batch itself was finite and only the scaled gradients overflowed."""
+    model = keras.Sequential([keras.Input((2,)), layer(), keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd", learning_rate=2.0**-6), loss="mse", jit_compile=jit)
+    watch = kmp.callbacks.GradientHealth()
+    fit(model, [watch], steps=2)
+    before = [ops.convert_to_numpy(v) for v in model.variables]
+    x, y = data(steps=1)
+    y = np.full_like(y, 1e36) if cause == "backward" else y  # times the scale: beyond float32
+    x = x if cause == "backward" else x * np.nan
+    model.fit(x, y, batch_size=4, callbacks=[watch], verbose=0)
+    assert watch.report.skipped_steps == 1
+    for old, variable in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(old, ops.convert_to_numpy(variable), err_msg=variable.path)
+    fit(model, [watch], steps=1)
+    assert any(
+        (a != ops.convert_to_numpy(v)).any() for a, v in zip(before, model.variables, strict=True)
+    )
