@@ -380,7 +380,9 @@ def positive(name, owner="DynamicLossScale"):
         (functools.partial(dynamic, 2.0**25), INSIDE),
     ],
     ids=lambda x: (
-        re.sub(r"functools.partial\(|<class '|'>|\)$", "", repr(x))[:60] if callable(x) else ""
+        re.sub(r"functools.partial\(|<class '|'>|\)$| at 0x\w+", "", repr(x))[:60]
+        if callable(x)
+        else ""
     ),
 )
 def test_bad_input_is_told_what_to_write(build, message):
