@@ -60,8 +60,8 @@ def main() -> None:
     model.compile(
         optimizer=kmp.scaled(
             keras.optimizers.Adam,
-            # Grows every 20 finite steps, not every 2,000: in a run this short the scale reaches its
-            # limit, overflows, skips and backs off before your eyes.
+            # Grows every 20 finite steps, not every 2,000: in a run this short the scale reaches
+            # its limit, overflows, skips and backs off before your eyes.
             loss_scale=kmp.DynamicLossScale(growth_interval=20),
             learning_rate=2e-3,
         ),
