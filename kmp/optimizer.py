@@ -11,6 +11,7 @@ from kmp._construction import (
     checked_choice,
     checked_inner,
     choose_rule,
+    portable_config,
     warn_of_unscaled_float16,
 )
 from kmp._forwarding import ForwardsToInner
@@ -295,7 +296,7 @@ class LossScaleOptimizer(ScaledStep, ForwardsToInner, keras.optimizers.LossScale
     def get_config(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "inner_optimizer": portable_config(self.inner_optimizer),
             "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
             "on_overflow": self.on_overflow,
             "measure_gradients": self.measure_gradients,

@@ -46,21 +46,26 @@ def started(commands, environments, directory):
             process.wait()
 
 
-def run_all(commands, environments, directory, timeout):
-    """Run the programs side by side to their end; fail with their words if one fails or hangs."""
+def run_all(commands, environments, directory, timeout, expected=None):
+    """Run the programs side by side to their end; fail with their words if one fails or hangs.
+
+    `expected` are their exit codes, 0 if left out; -9 is SIGKILL.
+    """
+    expected = expected or [0] * len(commands)
     deadline = time.monotonic() + timeout
     with started(commands, environments, directory) as processes:
-        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-            if any(p.returncode for p in processes):
+        codes = [p.poll() for p in processes]
+        while None in codes and time.monotonic() < deadline:
+            if any(c not in (None, wanted) for c, wanted in zip(codes, expected, strict=True)):
                 break  # the others would wait for the one that failed
             time.sleep(0.05)
-        codes = [p.poll() for p in processes]
+            codes = [p.poll() for p in processes]
     said = "\n".join(
         f"-- process {i}: {'still running' if code is None else f'exit code {code}'}\n"
         + (directory / f"process_{i}.log").read_text()[-3000:]
         for i, code in enumerate(codes)
     )
-    assert codes == [0] * len(codes), said
+    assert codes == expected, said
 
 
 def free_ports(number):

@@ -8,6 +8,7 @@ See worker_tensorflow.py for CASE and RESULTS. REDUCTION says who averages the g
 
 import datetime
 import json
+import os
 import sys
 
 import keras
@@ -48,6 +49,8 @@ def main(rank, meeting_point, results, reduction, window, *cases):
         with open(results, "a") as file:
             print(json.dumps(state(model, optimizer)), file=file)
     torch.distributed.destroy_process_group()
+    # Now and then CPython never ends its last garbage collection after DistributedDataParallel.
+    os._exit(0)
 
 
 def state(model, optimizer):

@@ -1,0 +1,124 @@
+"""A training run in a process of its own, to be killed and taken up again; see test_resume.py.
+
+    python training_run.py DIRECTORY whole       train to the end; save in passing, in mid-epoch
+    python training_run.py DIRECTORY killed      die by SIGKILL in mid-epoch, leaving a backup
+    python training_run.py DIRECTORY restarted   the same script again: resume from the backup
+    python training_run.py DIRECTORY continued   load what "whole" saved, do the remaining batches
+    python training_run.py DIRECTORY one_epoch   train one epoch and save
+
+All but the one that is killed write their whole state to DIRECTORY/<name>.npz at the end.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+
+import keras
+import numpy as np
+from keras import ops
+
+import kmp
+
+BATCH, BATCHES, EPOCHS = 8, 6, 4
+POISONED_BATCH = 2  # of each epoch: an overflow before the interruption, and one after it
+INTERRUPTED = (2, 3)  # epoch and batch, both from 0
+
+
+def data():
+    random = np.random.default_rng(3)
+    x = random.normal(size=(BATCH * BATCHES, 6)).astype("float32")
+    y = x[:, :1] * 2 + 1
+    x[POISONED_BATCH * BATCH + 5, 1] = np.inf
+    return x, y
+
+
+def make_model():
+    keras.utils.set_random_seed(5)
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="relu", dtype="mixed_float16"),
+            kmp.layers.Float32BatchNormalization(dtype="mixed_float16"),
+            kmp.layers.Float32OutputDense(1, dtype="mixed_float16"),
+        ]
+    )
+    rule = kmp.DynamicLossScale(initial_scale=256, growth_interval=4)
+    model.compile(kmp.scaled("adam", rule, learning_rate=0.05), loss="mse")
+    return model
+
+
+def whole_state(model):
+    """Every number that training depends on, by place and path."""
+    variables = model.variables + model.optimizer.variables
+    return {f"{i} {v.path}": ops.convert_to_numpy(v) for i, v in enumerate(variables)}
+
+
+class AtBatch(keras.callbacks.Callback):
+    """Does something after one batch of one epoch."""
+
+    def __init__(self, epoch, batch, action):
+        super().__init__()
+        self.place, self.action, self.epoch = (epoch, batch), action, None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == self.place:
+            self.action(self.model)
+
+
+def fit(model, callbacks=(), **arguments):
+    x, y = data()
+    fixed = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    model.fit(x, y, callbacks=list(callbacks), **{"epochs": EPOCHS, **fixed, **arguments})
+
+
+def whole(directory):
+    model = make_model()
+    fit(model, [AtBatch(*INTERRUPTED, lambda model: model.save(directory / "in_passing.keras"))])
+    return model
+
+
+def backup(directory):
+    return keras.callbacks.BackupAndRestore(
+        directory / "backup", double_checkpoint="double" in directory.name
+    )
+
+
+def killed(directory):
+    def kill(model):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    fit(make_model(), [backup(directory), AtBatch(*INTERRUPTED, kill)])
+
+
+def restarted(directory):
+    model = make_model()
+    fit(model, [backup(directory)])
+    return model
+
+
+def continued(directory):
+    model = keras.models.load_model(directory / "in_passing.keras")
+    epoch, batch = INTERRUPTED
+    x, y = data()
+    rest = slice((batch + 1) * BATCH, None)
+    model.fit(x[rest], y[rest], batch_size=BATCH, shuffle=False, verbose=0)
+    fit(model, epochs=EPOCHS - epoch - 1)
+    return model
+
+
+def one_epoch(directory):
+    model = make_model()
+    fit(model, epochs=1)
+    model.save(directory / "one_epoch.keras")
+    return model
+
+
+if __name__ == "__main__":
+    directory, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+    runs = {f.__name__: f for f in (whole, killed, restarted, continued, one_epoch)}
+    model = runs[name](directory)
+    np.savez(directory / f"{name}.npz", **whole_state(model))
