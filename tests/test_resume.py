@@ -71,7 +71,7 @@ def test_written_on_another_backend(tmp_path, writer):
     if BACKEND == "torch":  # JAX's file asks for it, and torch.compile warns of what it splits
         model.jit_compile = False
     assert_same(np.load(tmp_path / "one_epoch.npz"), training_run.whole_state(model))
-    assert model.optimizer.loss_scale.growth_interval == 4
+    assert model.optimizer.loss_scale.growth_interval == training_run.BATCHES - 1
     before = training_run.whole_state(model)
     training_run.fit(model, epochs=1)
     assert int(model.optimizer.skipped_steps) == 2

@@ -43,7 +43,9 @@ def make_model():
             kmp.layers.Float32OutputDense(1, dtype="mixed_float16"),
         ]
     )
-    rule = kmp.DynamicLossScale(initial_scale=256, growth_interval=4)
+    rule = kmp.DynamicLossScale(
+        initial_scale=256, growth_interval=BATCHES - 1
+    )  # grows if no step is forgotten
     model.compile(kmp.scaled("adam", rule, learning_rate=0.05), loss="mse")
     return model
 
