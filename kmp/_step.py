@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import keras
 from keras import ops
 
 from kmp import _backend, health
@@ -50,7 +49,8 @@ class ScaledStep:
         def update() -> None:
             self.inner_optimizer.apply(grads, variables)
 
-        _backend.apply_if(self.admitted(finite), update, self._guarded(variables))
+        guarded = variables + self.inner_optimizer.variables
+        _backend.apply_if(self.admitted(finite), update, guarded)
         self.record(measured, finite)
 
     def unscaled(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
@@ -97,12 +97,3 @@ class ScaledStep:
         if self.gradient_health is not None:
             previous = ops.convert_to_tensor(self.gradient_health)
             self.gradient_health.assign(health.accumulate(measured, previous))
-
-    def _guarded(self, variables: list[Variable]) -> list[Variable]:
-        """Everything that the inner optimizer may write; Nadam hides one variable in itself."""
-        inner = self.inner_optimizer
-        known = {id(v) for v in inner.variables}
-        hidden = [
-            v for v in vars(inner).values() if isinstance(v, keras.Variable) and id(v) not in known
-        ]
-        return variables + inner.variables + hidden

@@ -158,6 +158,9 @@ class LossScaleOptimizer(ScaledStep, ForwardsToInner, keras.optimizers.LossScale
             return
         var_list = list(var_list)
         warn_of_unscaled_float16(self.loss_scale, var_list)
+        # Keras's wrapper builds the inner optimizer with tracking switched off, and so loses what
+        # that tracks by assigning it: Nadam's product of momenta, which is then never carried on.
+        self.inner_optimizer.build(var_list)
         with self._settings_of_a_bare_base():
             super().build(var_list)
         self.variable_paths = tuple(getattr(v, "path", v.name) for v in var_list)

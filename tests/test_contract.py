@@ -72,8 +72,6 @@ def test_scale_is_invisible_and_overflow_never_happened(name, mode):
     XLA contracts `a * b + c` differently where a division precedes it, scale or no scale: there
     the twin divides by a scale of 1, and the bare optimizer is met to the last bits.
     """
-    if (name, mode) == ("nadam", "jit"):
-        pytest.xfail("wrapped, Nadam's product of momenta is none of its variables: a known bug")
     gradients = random_gradients(5)
     run = Run(kmp.scaled(OPTIMIZERS[name](), loss_scale=restless()), mode)
     bare = Run(OPTIMIZERS[name](), mode)
