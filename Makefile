@@ -29,7 +29,7 @@ $(VENV)/quickstart.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/pyth
 	@touch $@
 
 $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) --editable '.[tensorflow,jax,torch,test]'
+	$(PIP_INSTALL) --editable '.[tensorflow,jax,torch,tpu,test]'
 	@touch $@
 
 clean:

@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# JAX would look for a TPU where its compiler is installed, and say that there is none.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Several host devices, so that distribution is tested on any machine.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
