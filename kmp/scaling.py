@@ -25,6 +25,12 @@ class ScaleState(NamedTuple):
         scale: float32[], what the loss is multiplied with.
         finite_steps: int32[], finite steps in a row since the scale last moved.
         overflows: int32[], overflows in a row up to now.
+
+    Example:
+
+    >>> state = DynamicLossScale(initial_scale=128).init()
+    >>> float(state.scale), int(state.finite_steps), int(state.overflows)
+    (128.0, 0, 0)
     """
 
     scale: Tensor

@@ -87,7 +87,7 @@ class Run:
         scale = 1.0
         if self.inner is not self.optimizer:
             scale = number(self.optimizer.dynamic_scale)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             gradients = [
                 None if g is None else keras.ops.convert_to_tensor(np.float32(g) * scale)
                 for g in gradients
