@@ -17,6 +17,7 @@ os.environ.update(
     TPU_ACCELERATOR_TYPE="v5litepod-4",
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_WORKER_ID="0",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # there is no TPU that two processes could quarrel about
 )
 
 import jax
