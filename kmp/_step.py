@@ -9,7 +9,7 @@ from kmp import _backend, health
 from kmp._types import Gradient, Tensor, Variable
 from kmp._window import DroppedWindow
 from kmp.scaling import LossScale, ScaleState
-from kmp.trees import all_finite, map_gradients
+from kmp.trees import map_gradients
 
 
 class ScaledStep:
@@ -71,13 +71,12 @@ class ScaledStep:
     ) -> tuple[Tensor | None, Tensor]:
         """Measure unscaled gradients: (float32[num_variables, 4] or None, bool[] all finite)."""
         if self.gradient_health is None:
-            return None, _backend.verdict(all_finite(grads))
+            return None, _backend.verdict(health.count_nonfinite(grads))
         rows: list[Gradient] = [None] * len(self._sizes)
         for grad, variable in zip(grads, variables, strict=True):
             rows[self._get_variable_index(variable)] = grad
         measured = health.measure(rows, self._sizes)
-        finite = ops.equal(ops.sum(measured[:, health.NONFINITE]), 0.0)
-        return measured, _backend.verdict(finite)
+        return measured, _backend.verdict(measured[:, health.NONFINITE])
 
     def admitted(self, finite: Tensor) -> Tensor:
         """bool[]: whether the inner optimizer sees this step."""

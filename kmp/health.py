@@ -44,20 +44,30 @@ def measure(gradients: Sequence[Gradient], sizes: Sequence[int]) -> Tensor:
     return ops.stack(rows)
 
 
+def count_nonfinite(gradients: Sequence[Gradient]) -> Tensor:
+    """Count what is not finite in each gradient, None left out: the column `nonfinite` alone.
+
+    Returns:
+        float32[number of gradients].
+    """
+    values = [_backend.gradient_values(g) for g in gradients if g is not None]
+    return ops.stack([_count(ops.logical_not(ops.isfinite(x))) for x in values])
+
+
+def _count(mask: Tensor) -> Tensor:
+    return ops.sum(ops.cast(mask, "float32"))
+
+
 def _measure_one(gradient: Gradient, size: int) -> Tensor:
     values = ops.cast(_backend.gradient_rows(gradient), "float32")
     finite = ops.isfinite(values)
     clean = ops.where(finite, values, 0.0)
-
-    def count(mask):
-        return ops.sum(ops.cast(mask, "float32"))
-
     return ops.stack(
         [
             ops.sqrt(ops.sum(ops.square(clean))),
             ops.max(ops.abs(clean), initial=0.0),
-            (size - count(ops.not_equal(values, 0.0))) / max(size, 1),
-            count(ops.logical_not(finite)),
+            (size - _count(ops.not_equal(values, 0.0))) / max(size, 1),
+            _count(ops.logical_not(finite)),
         ]
     )
 

@@ -37,13 +37,15 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
     return function(gradient)
 
 
-def verdict(finite: Tensor) -> Tensor:
-    """The flag that every process acts on: True where the gradients of all processes are finite."""
+def verdict(nonfinite: Tensor) -> Tensor:
+    """The flag that everybody acts on: bool[], whether all of float32[n] counts are 0.
+
+    With `torch.distributed` initialised, whether they are 0 in every process.
+    """
+    total = nonfinite.sum()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        flag = finite.to(torch.int32)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
-        return flag.to(torch.bool)
-    return finite
+        torch.distributed.all_reduce(total, op=torch.distributed.ReduceOp.SUM)
+    return total == 0
 
 
 def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
