@@ -1,0 +1,130 @@
+"""Every script in examples/ runs, and shows what it says that it shows."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import BACKEND
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCRIPTS = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
+
+# Lines that each must print with --smoke; a script that is not named here must still end well.
+EXPECTED = {
+    "quickstart.py": [
+        r"^Gradient health after step \d+: loss scale \d+",
+        rf"^Test accuracy \d+\.\d% after \d+ s on {BACKEND}\.$",
+    ],
+    "when_float16_fails.py": [r"^Underflow: ", r"^Overflow: "],
+    "custom_loop.py": [
+        r"^Gradient health after step 56: loss scale 32768, 2 skipped",
+        r"^Largest difference from the weights of fit: 0\.0$",
+        r"^Loss from \d+\.\d+ to \d+\.\d+; not finite in 2 steps\.$",
+        r"^ loop: loss scale 32768, 2 of 56 steps skipped, 54 applied$",
+        r"^  fit: loss scale 32768, 2 of 56 steps skipped, 54 applied$",
+    ],
+    "distributed.py": {
+        "tensorflow": [
+            r"^After a batch that overflows on the last replica: weights moved: False$",
+            r"^After an epoch more: weights finite: True, training loss \d",
+            r"^Replicas: 2, all with the same weights: True$",
+            r"^Loss scale on each: \[16384\.0, 16384\.0\], skipped steps: \[1, 1\]$",
+        ],
+        "jax": [
+            r"^After a batch that overflows on the last replica: weights moved: False$",
+            r"^After an epoch more: weights finite: True, training loss \d",
+            r"^Replicas: 4, all with the same weights: True$",
+            r"^Loss scale on each: \[(16384\.0(, )?){4}\], skipped steps: \[1, 1, 1, 1\]$",
+        ],
+        "torch": [r"^On torch, .*torch\.distributed.*DistributedDataParallel"],
+    },
+}
+
+
+def run(script, directory, *arguments, timeout=300):
+    """What the script prints, on this backend and with the devices that it makes itself."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment.update(KERAS_BACKEND=BACKEND, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, SCRIPTS[script], *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """What a script prints with --smoke; each runs once."""
+    return functools.cache(
+        lambda script: run(script, tmp_path_factory.mktemp("examples"), "--smoke")
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_ends_well_and_prints_its_lines(script, smoke):
+    printed = smoke(script)
+    expected = EXPECTED.get(script, [])
+    for line in expected[BACKEND] if isinstance(expected, dict) else expected:
+        assert re.search(line, printed, re.MULTILINE), f"{line}\n---\n{printed}"
+
+
+def test_every_script_is_in_the_readme_and_no_other():
+    readme = (ROOT / "examples" / "README.md").read_text()
+    assert set(re.findall(r"\[`(\w+\.py)`\]", readme)) == set(SCRIPTS) >= set(EXPECTED)
+
+
+def rows(printed, title):
+    """The table under `title`: {run: (lost gradients, final loss, weights, skipped, scale)}."""
+    table = {}
+    for line in printed[printed.index(title) :].splitlines()[2:5]:
+        name, lost, loss, weights, skipped, scale = re.split(r"\s{2,}", line.strip())
+        assert lost.endswith("%")
+        table[name] = (float(lost[:-1]), float(loss), weights, int(skipped), float(scale))
+    return table
+
+
+def test_plain_float16_loses_gradients_that_kmp_keeps(smoke):
+    table = rows(smoke("when_float16_fails.py"), "Underflow: ")
+    reference, plain, scaled = (table[k] for k in ("float32", "plain float16", "kmp float16"))
+    # All but the image's bias becomes zero in float16: the sizes of the layers say how many.
+    image, decoder, bias = 64 * 64 + 64, 64 * 64 + 64, 64
+    assert plain[0] == pytest.approx(100 * (1 - bias / (image + decoder)), abs=0.05)
+    # Of gradients of 1e-9 times the first scale of 2**15 a few are below 6e-8 still.
+    assert reference[0] <= scaled[0] <= reference[0] + 1.0
+    # Images of numbers in [0, 1]: a decoder that stands still draws grey.
+    assert plain[1] > 3 * reference[1]
+    assert scaled[1] == pytest.approx(reference[1], rel=0.05)
+    assert reference[2] == plain[2] == scaled[2] == "finite"
+    assert scaled[4] > 2**15
+
+
+def test_plain_float16_turns_to_nan_where_kmp_backs_off(smoke):
+    table = rows(smoke("when_float16_fails.py"), "Overflow: ")
+    reference, plain, scaled = (table[k] for k in ("float32", "plain float16", "kmp float16"))
+    assert plain[0] > 0 == reference[0] == scaled[0]
+    assert plain[1] != plain[1]
+    assert plain[2] == "NaN"
+    assert scaled[2] == reference[2] == "finite"
+    # At 104 steps, of which kmp has used up 20 on finding its scale; and the data's variance.
+    assert scaled[1] == pytest.approx(reference[1], rel=0.25)
+    assert scaled[1] < 5930
+    # From 2**15 down by half for each skipped step, to below 1.
+    assert scaled[4] == 2.0 ** (15 - scaled[3]) < 1
+
+
+@pytest.mark.only("tensorflow")
+def test_the_quickstart_reaches_its_accuracy(tmp_path):
+    """In full, as `make quickstart` runs it; the other backends run it with --smoke."""
+    printed = run("quickstart.py", tmp_path, timeout=600)
+    accuracy = re.search(r"^Test accuracy (\d+\.\d)%", printed, re.MULTILINE)
+    assert float(accuracy[1]) >= 97.0
+    assert list((tmp_path / "logs" / "quickstart").iterdir())
