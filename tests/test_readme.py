@@ -1,0 +1,26 @@
+"""The README's Python runs as it stands, block after block."""
+
+import pathlib
+import re
+
+import pytest
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_python_blocks_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(BLOCKS) >= 2
+    namespace = {}
+    for block in BLOCKS:
+        exec(compile(block, str(README), "exec"), namespace)
+    model, health = namespace["model"], namespace["health"]
+    np = namespace["np"]
+    model.fit(np.zeros((4, 8, 8, 1)), np.zeros((4,)), callbacks=[health], verbose=0)
+    assert "float32_output_dense/kernel" in str(health.report)
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README.read_text()))
+def test_links_lead_somewhere(target):
+    assert (README.parent / target).exists()
