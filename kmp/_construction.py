@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kmp import scaling
+from kmp import _backend, scaling
 from kmp._arguments import is_number
 from kmp._types import Variable
 from kmp.scaling import DynamicLossScale, LossScale, NoOpLossScale
@@ -78,14 +78,30 @@ def portable_config(optimizer: Any) -> dict[str, Any]:
 
 def warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> None:
     """Warn if float16 is going to be trained without a scale: small gradients vanish silently."""
-    if not isinstance(rule, NoOpLossScale):
-        return
-    policy = keras.config.dtype_policy()
-    half_variables = [v.path for v in variables if v.dtype == "float16"]
-    if policy.compute_dtype == "float16" or half_variables:
-        where = f"the policy {policy.name!r}" if not half_variables else half_variables[0]
+    where = _float16_in(variables)
+    if where and isinstance(rule, NoOpLossScale):
         warnings.warn(
             f"float16 without loss scaling ({where}): gradients below 6e-8 become zero. Write "
             'loss_scale="dynamic", or train in bfloat16, which needs no loss scaling.',
             stacklevel=3,
         )
+
+
+def refuse_float16_on_tpu(variables: Sequence[Variable]) -> None:
+    """Raise ValueError where a TPU's compiler would give up later, and less clearly."""
+    where = _float16_in(variables)
+    if where and _backend.platform() == "tpu":
+        raise ValueError(
+            "A TPU computes in bfloat16 or float32: its compiler has no float16 matrix product. "
+            f"Received: float16 in {where}. Write "
+            'keras.config.set_dtype_policy("mixed_bfloat16") before building the model.'
+        )
+
+
+def _float16_in(variables: Sequence[Variable]) -> str | None:
+    """Name what computes or is stored in float16, if anything that can be seen from here does."""
+    for variable in variables:
+        if variable.dtype == "float16":
+            return variable.path
+    policy = keras.config.dtype_policy()
+    return f"the policy {policy.name!r}" if policy.compute_dtype == "float16" else None

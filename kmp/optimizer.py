@@ -12,6 +12,7 @@ from kmp._construction import (
     checked_inner,
     choose_rule,
     portable_config,
+    refuse_float16_on_tpu,
     warn_of_unscaled_float16,
 )
 from kmp._forwarding import ForwardsToInner
@@ -158,6 +159,7 @@ class LossScaleOptimizer(ScaledStep, ForwardsToInner, keras.optimizers.LossScale
             return
         var_list = list(var_list)
         warn_of_unscaled_float16(self.loss_scale, var_list)
+        refuse_float16_on_tpu(var_list)
         # Keras's wrapper builds the inner optimizer with tracking switched off, and so loses what
         # that tracks by assigning it: Nadam's product of momenta, which is then never carried on.
         self.inner_optimizer.build(var_list)

@@ -120,3 +120,8 @@ def restore_after_skip(
         return logs, (new_state[0], non_trainable, *new_state[2:])
 
     return step
+
+
+def platform() -> str:
+    """Where the training runs: "cpu", "gpu" or "tpu"."""
+    return jax.default_backend()

@@ -138,3 +138,10 @@ def restore_after_skip(
         return logs
 
     return step
+
+
+def platform() -> str:
+    """Where the training runs: "cpu", "gpu" or "tpu"."""
+    if isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy):
+        return "tpu"
+    return "gpu" if tf.config.list_physical_devices("GPU") else "cpu"

@@ -79,3 +79,8 @@ def restore_after_skip(
         return logs
 
     return step
+
+
+def platform() -> str:
+    """Where the training runs: "cpu" or "gpu"; Keras knows no TPU on torch."""
+    return "gpu" if torch.cuda.is_available() else "cpu"
