@@ -9,6 +9,7 @@ README = pathlib.Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.filterwarnings("ignore:Step 1. gradient overflow")  # the scale is being found
 def test_python_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert len(BLOCKS) >= 2
