@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kmp import _backend, checkpoint, health
+from kmp import _backend, checkpoint, health, scaling
 from kmp._construction import (
     checked_choice,
     checked_inner,
@@ -70,7 +70,8 @@ def scaled(
             f"loss_scale_factor={inner.loss_scale_factor}. Leave loss_scale_factor out and write "
             f"kmp.scaled({type(inner).__name__}, loss_scale={inner.loss_scale_factor}, ...)."
         )
-    return LossScaleOptimizer(inner, loss_scale=loss_scale, on_overflow=on_overflow)
+    rule = scaling.get(loss_scale)  # here None is no default: it may mean either
+    return LossScaleOptimizer(inner, loss_scale=rule, on_overflow=on_overflow)
 
 
 @keras.saving.register_keras_serializable(package="kmp")
