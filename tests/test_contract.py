@@ -343,7 +343,7 @@ def test_a_variable_without_gradient_stays(mode):
 
 def test_no_gradient_at_all_is_an_error():
     run = Run(kmp.scaled("sgd"))
-    with pytest.raises(ValueError, match="No gradients provided.*`compile` have a `loss`"):
+    with pytest.raises(ValueError, match=r"No gradients provided.*`compile` have a `loss`"):
         run.step([None, None])
 
 

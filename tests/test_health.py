@@ -60,6 +60,14 @@ def test_measure_equals_numpy(mode, gradient, dtype):
     assert_measured(row, measured_by_numpy(as_float32))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_count_alone(mode):
+    """What `measure_gradients=False` still needs."""
+    gradients = [ops.array([1.0, NAN]), ops.array([[INF], [-INF]]), ops.ones(3, "float16")]
+    counts = compiled(lambda g: health.count_nonfinite([g[0], None, *g[1:]]), mode)(gradients)
+    np.testing.assert_array_equal(ops.convert_to_numpy(counts), [1, 2, 0])
+
+
 def test_half_gradients_are_measured_in_float32():
     """60000 ** 2 is inf in float16, and 4096 ones sum to 2048 there."""
     row = health.measure([ops.full((4096,), 60000.0, "float16")], [4096])[0]
