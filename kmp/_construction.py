@@ -30,6 +30,30 @@ def choose_rule(loss_scale: Any, initial_scale: Any, growth_interval: Any) -> Lo
     return DynamicLossScale(**given)
 
 
+def make_inner(optimizer: Any, arguments: dict[str, Any]) -> Any:
+    """Return the optimizer that `kmp.scaled` was given, as an instance."""
+    if isinstance(optimizer, type):
+        inner = optimizer(**arguments)
+    elif isinstance(optimizer, str):
+        inner = keras.optimizers.get({"class_name": optimizer, "config": arguments})
+    elif arguments:
+        raise ValueError(
+            "Arguments of the optimizer go with its class or name. Received: an optimizer "
+            f"{type(optimizer).__name__} that has its own, and {sorted(arguments)}. "
+            "Write kmp.scaled(keras.optimizers.Adam, learning_rate=1e-3), or set them on the "
+            "instance."
+        )
+    else:
+        inner = keras.optimizers.get(optimizer)
+    if getattr(inner, "loss_scale_factor", None) is not None:
+        raise ValueError(
+            "`optimizer` must not scale the loss itself. Received: "
+            f"loss_scale_factor={inner.loss_scale_factor}. Leave loss_scale_factor out and write "
+            f"kmp.scaled({type(inner).__name__}, loss_scale={inner.loss_scale_factor}, ...)."
+        )
+    return inner
+
+
 def checked_inner(optimizer: Any) -> Any:
     """Return the inner optimizer as an instance, or say why it cannot be one."""
     if isinstance(optimizer, type):
@@ -39,6 +63,11 @@ def checked_inner(optimizer: Any) -> Any:
             f"{optimizer.__name__}(...)."
         )
     optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            "`optimizer` must be a Keras optimizer: a class, an instance, a name or a config. "
+            f"Received: {optimizer!r}. Write for example kmp.scaled(keras.optimizers.Adam)."
+        )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "`inner_optimizer` must not scale the loss itself: two scales would divide the "

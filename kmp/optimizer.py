@@ -1,5 +1,6 @@
 """The optimizer that `model.compile` takes: loss scaling around any Keras optimizer."""
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from kmp._construction import (
     checked_choice,
     checked_inner,
     choose_rule,
+    make_inner,
     portable_config,
     refuse_float16_on_tpu,
     warn_of_unscaled_float16,
@@ -51,25 +53,7 @@ def scaled(
     >>> optimizer.inner_optimizer.momentum
     0.9
     """
-    if isinstance(optimizer, type):
-        inner = optimizer(**optimizer_arguments)
-    elif isinstance(optimizer, str):
-        inner = keras.optimizers.get({"class_name": optimizer, "config": optimizer_arguments})
-    elif optimizer_arguments:
-        raise ValueError(
-            "Arguments of the optimizer go with its class or name. Received: an optimizer "
-            f"{type(optimizer).__name__} that has its own, and {sorted(optimizer_arguments)}. "
-            "Write kmp.scaled(keras.optimizers.Adam, learning_rate=1e-3), or set them on the "
-            "instance."
-        )
-    else:
-        inner = keras.optimizers.get(optimizer)
-    if getattr(inner, "loss_scale_factor", None) is not None:
-        raise ValueError(
-            "`optimizer` must not scale the loss itself. Received: "
-            f"loss_scale_factor={inner.loss_scale_factor}. Leave loss_scale_factor out and write "
-            f"kmp.scaled({type(inner).__name__}, loss_scale={inner.loss_scale_factor}, ...)."
-        )
+    inner = make_inner(optimizer, optimizer_arguments)
     rule = scaling.get(loss_scale)  # here None is no default: it may mean either
     return LossScaleOptimizer(inner, loss_scale=rule, on_overflow=on_overflow)
 
@@ -310,7 +294,7 @@ class LossScaleOptimizer(ScaledStep, ForwardsToInner, keras.optimizers.LossScale
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        config = dict(config)
+        config = copy.deepcopy(config)  # Keras replaces what it deserialises, in place
         inner = keras.saving.deserialize_keras_object(
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
