@@ -40,7 +40,7 @@ def fresh_keras_state():
     keras.utils.set_random_seed(0)
     yield
     keras.config.set_dtype_policy("float32")
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)  # collecting after each test is most of the time
 
 
 @pytest.fixture
