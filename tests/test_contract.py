@@ -167,8 +167,12 @@ def training_state(model):
     return {v.path: ops.convert_to_numpy(v.value) for v in variables}
 
 
-@pytest.mark.parametrize("mode", FIT_MODES)
-@pytest.mark.parametrize("name", ["momentum", "clipnorm", "everything"])
+# Four steps in one execution are the same step four times: one optimizer, the richest, is enough.
+@pytest.mark.parametrize(
+    "name, mode",
+    [(name, mode) for name in ("momentum", "clipnorm") for mode in FIT_MODES if "_4" not in mode]
+    + [("everything", mode) for mode in FIT_MODES],
+)
 def test_scale_is_invisible_in_fit(name, mode):
     """A power of two multiplies every number of the backward pass exactly.
 
