@@ -50,7 +50,7 @@ def count_nonfinite(gradients: Sequence[Gradient]) -> Tensor:
     Returns:
         float32[number of gradients].
     """
-    values = [_backend.gradient_values(g) for g in gradients if g is not None]
+    values = [_backend.gradient_rows(g) for g in gradients if g is not None]
     return ops.stack([_count(ops.logical_not(ops.isfinite(x))) for x in values])
 
 
