@@ -207,7 +207,8 @@ class GradientHealth(keras.callbacks.Callback):
         model: Any = self._model
         if not isinstance(model.optimizer.loss_scale, NoOpLossScale):
             return
-        half = [x.path for x in model._flatten_layers() if x.compute_dtype == "float16"]
+        layers = [x for x in model._flatten_layers(include_self=False) if x.path]  # Input has none
+        half = [x.path for x in layers if x.compute_dtype == "float16"]
         self._warn_once(
             "float16 without loss scaling",
             dict.fromkeys(half, "compute dtype float16"),

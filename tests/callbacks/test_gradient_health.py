@@ -175,7 +175,7 @@ def test_float16_layers_without_scaling_are_named():
         [keras.Input((2,)), keras.layers.Dense(1, dtype="mixed_float16", name="half")]
     )
     model.compile(kmp.scaled("sgd", loss_scale="none"), loss="mse")
-    with pytest.warns(UserWarning, match="float16 without loss scaling in .*half"):
+    with pytest.warns(UserWarning, match=r"float16 without loss scaling in \S*half \(.*\): grad"):
         fit(model, [kmp.callbacks.GradientHealth()])
 
 
