@@ -11,16 +11,6 @@ from oracle import BACKEND, MODES, Run, assert_close, assert_same, number, rando
 
 import kmp
 
-
-@pytest.fixture(autouse=True)
-def fresh_keras_state():
-    """As for all tests, but without the garbage collection that would take most of the time."""
-    keras.utils.set_random_seed(0)
-    yield
-    keras.config.set_dtype_policy("float32")
-    keras.utils.clear_session(free_memory=False)
-
-
 BAD = {"inf": np.inf, "minus_inf": -np.inf, "nan": np.nan}
 k = keras.optimizers
 OPTIMIZERS = {

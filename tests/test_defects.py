@@ -17,15 +17,6 @@ k = keras.optimizers
 COMPILE = {"run_eagerly": True} if BACKEND == "torch" else {"jit_compile": BACKEND == "jax"}
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras_state():
-    """As for all tests, but without the garbage collection that would take most of the time."""
-    keras.utils.set_random_seed(0)
-    yield
-    keras.config.set_dtype_policy("float32")
-    keras.utils.clear_session(free_memory=False)
-
-
 def run_of(make_optimizer, **kwargs):
     variable = keras.Variable(np.float32([1, 2]), name="kernel")
     return Run(make_optimizer(k.SGD(0.5), **kwargs), MODES[-1], [variable])

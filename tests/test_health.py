@@ -14,11 +14,6 @@ from kmp import health
 INF, NAN = np.inf, np.nan
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras_state():
-    """Nothing here leaves state in Keras; clearing it takes longer than these tests."""
-
-
 def measured_by_numpy(gradient):
     """The four columns in float64: levels over the finite numbers, counts over all."""
     gradient = np.asarray(gradient, "float64")

@@ -41,15 +41,6 @@ SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.
 PARTS = {name.split("/")[0].removesuffix(".py") for name in SOURCES}
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras_state():
-    """As for all tests, but without the garbage collection that would take most of the time."""
-    keras.utils.set_random_seed(0)
-    yield
-    keras.config.set_dtype_policy("float32")
-    keras.utils.clear_session(free_memory=False)
-
-
 def imported(source):
     """Every absolute name that a source imports, those inside functions too."""
     for node in ast.walk(ast.parse(source)):

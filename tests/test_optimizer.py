@@ -14,15 +14,6 @@ from kmp import scaling
 k = keras.optimizers
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras_state():
-    """As for all tests, but without the garbage collection that would take most of the time."""
-    keras.utils.set_random_seed(0)
-    yield
-    keras.config.set_dtype_policy("float32")
-    keras.utils.clear_session(free_memory=False)
-
-
 @pytest.mark.parametrize(
     "given",
     [

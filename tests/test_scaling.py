@@ -16,11 +16,6 @@ from kmp import scaling
 NO_FLOOR = {"min_scale": 2.0**-126, "max_scale": 2.0**126}
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras_state():
-    """Nothing here leaves state in Keras; clearing it takes longer than these tests."""
-
-
 def follow(rule, finite, mode="eager", state=None):
     """The states after each step."""
     step = compiled(lambda state, finite: rule.next(state, finite), mode)

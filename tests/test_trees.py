@@ -12,11 +12,6 @@ from kmp import trees
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras_state():
-    """Nothing here leaves state in Keras; clearing it takes longer than these tests."""
-
-
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("mode", MODES)
