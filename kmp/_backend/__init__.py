@@ -21,12 +21,14 @@ if keras.backend.backend() == "tensorflow":
     )
     from kmp._backend.tensorflow_distribute import step_on_replicas
 elif keras.backend.backend() == "jax":
-    from kmp._backend.jax import (
-        all_reduce_sum,
-        apply_if,
+    from kmp._backend.dense_gradients import (
         gradient_rows,
         gradient_values,
         map_gradient_values,
+    )
+    from kmp._backend.jax import (
+        all_reduce_sum,
+        apply_if,
         matmul_float32,
         platform,
         read,
@@ -35,12 +37,14 @@ elif keras.backend.backend() == "jax":
         verdict,
     )
 elif keras.backend.backend() == "torch":
-    from kmp._backend.torch import (
-        all_reduce_sum,
-        apply_if,
+    from kmp._backend.dense_gradients import (
         gradient_rows,
         gradient_values,
         map_gradient_values,
+    )
+    from kmp._backend.torch import (
+        all_reduce_sum,
+        apply_if,
         matmul_float32,
         platform,
         read,

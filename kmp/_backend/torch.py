@@ -24,19 +24,6 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     return x
 
 
-def gradient_values(gradient: Gradient) -> Tensor:
-    """The numbers of a gradient; Keras's embeddings have dense ones on PyTorch."""
-    return gradient
-
-
-gradient_rows = gradient_values
-
-
-def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient) -> Gradient:
-    """Apply an elementwise function to the numbers of a gradient."""
-    return function(gradient)
-
-
 def verdict(nonfinite: Tensor) -> Tensor:
     """The flag that everybody acts on: bool[], whether all of float32[n] counts are 0.
 
