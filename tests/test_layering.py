@@ -24,7 +24,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 # From the ground up; a part may import what stands on a lower line. A folder is one part.
 LEVELS = [
     ["_types", "_version"],
-    ["_arguments", "_backend", "formats"],
+    ["_arguments", "_backend", "_model", "formats"],
     ["trees"],
     ["scaling", "health", "policy"],
     ["layers", "checkpoint", "_construction", "_forwarding", "_window"],

@@ -1,0 +1,24 @@
+"""A model's layers, once each, and the compiled functions that it has cached."""
+
+from typing import Any
+
+import keras
+
+
+def layers_of(model: keras.Layer) -> list[keras.Layer]:
+    """`model` and all layers in it, each once: nested models, wrapped layers and RNN cells too.
+
+    A layer stands before those inside it. `layer.path` names it.
+    """
+    return model._flatten_layers()  # Keras has no public way into wrappers and subclassed layers
+
+
+def forget_functions(model: keras.Layer) -> None:
+    """Drop the compiled functions of `model` and of the models in it.
+
+    `fit`, `evaluate` and `predict` would go on with the dtypes that they were traced with.
+    """
+    for layer in layers_of(model):
+        if isinstance(layer, keras.Model):
+            functions: Any = layer
+            functions.train_function = functions.test_function = functions.predict_function = None
