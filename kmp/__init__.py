@@ -2,8 +2,11 @@
 
 from kmp import callbacks, layers
 from kmp._version import __version__
+from kmp.autocasting import autocast
+from kmp.formats import formats
 from kmp.health import GradientReport
 from kmp.optimizer import LossScaleOptimizer, scaled
+from kmp.policy import Policy, cast_to_full, cast_to_half, get_policy, half_dtype, set_policy
 from kmp.scaling import DynamicLossScale, NoOpLossScale, ScaleState, StaticLossScale
 from kmp.trees import all_finite, select_tree
 
@@ -12,12 +15,20 @@ __all__ = [
     "GradientReport",
     "LossScaleOptimizer",
     "NoOpLossScale",
+    "Policy",
     "ScaleState",
     "StaticLossScale",
     "__version__",
     "all_finite",
+    "autocast",
     "callbacks",
+    "cast_to_full",
+    "cast_to_half",
+    "formats",
+    "get_policy",
+    "half_dtype",
     "layers",
     "scaled",
     "select_tree",
+    "set_policy",
 ]

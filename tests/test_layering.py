@@ -27,7 +27,7 @@ LEVELS = [
     ["_arguments", "_backend", "_model", "formats"],
     ["trees"],
     ["scaling", "health", "policy"],
-    ["layers", "checkpoint", "_construction", "_forwarding", "_window"],
+    ["autocasting", "layers", "checkpoint", "_construction", "_forwarding", "_window"],
     ["_step"],
     ["optimizer"],
     ["summaries", "convert", "debug"],

@@ -10,6 +10,7 @@ if keras.backend.backend() == "tensorflow":
     from kmp._backend.tensorflow import (
         all_reduce_sum,
         apply_if,
+        device,
         gradient_rows,
         gradient_values,
         map_gradient_values,
@@ -29,6 +30,7 @@ elif keras.backend.backend() == "jax":
     from kmp._backend.jax import (
         all_reduce_sum,
         apply_if,
+        device,
         matmul_float32,
         platform,
         read,
@@ -45,6 +47,7 @@ elif keras.backend.backend() == "torch":
     from kmp._backend.torch import (
         all_reduce_sum,
         apply_if,
+        device,
         matmul_float32,
         platform,
         read,
@@ -62,6 +65,7 @@ else:
 __all__ = [
     "all_reduce_sum",
     "apply_if",
+    "device",
     "gradient_rows",
     "gradient_values",
     "map_gradient_values",

@@ -7,7 +7,7 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from kmp._types import Gradient, Tensor, Variable
+from kmp._types import Device, Gradient, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
@@ -112,3 +112,11 @@ def restore_after_skip(
 def platform() -> str:
     """Where the training runs: "cpu", "gpu" or "tpu"."""
     return jax.default_backend()
+
+
+def device() -> Device:
+    """The first device of this process."""
+    first = jax.local_devices()[0]
+    major, _, minor = str(getattr(first, "compute_capability", "")).partition(".")
+    nvidia = major.isdigit() and minor.isdigit()  # AMD's are called gfx90a and the like
+    return Device(platform(), first.device_kind, (int(major), int(minor)) if nvidia else None)

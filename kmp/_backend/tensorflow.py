@@ -10,7 +10,7 @@ from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 
 from kmp._backend.tensorflow_distribute import keep_old_values
-from kmp._types import Gradient, Tensor, Variable
+from kmp._types import Device, Gradient, Tensor, Variable
 
 
 def inside_xla() -> bool:
@@ -145,3 +145,12 @@ def platform() -> str:
     if isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy):
         return "tpu"
     return "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
+
+
+def device() -> Device:
+    """The first device of this process."""
+    if platform() != "gpu":
+        return Device(platform(), platform().upper(), None)
+    gpu = tf.config.list_physical_devices("GPU")[0]
+    details = tf.config.experimental.get_device_details(gpu)
+    return Device("gpu", details.get("device_name", "GPU"), details.get("compute_capability"))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from keras import ops
 
-from kmp._types import Gradient, Tensor, Variable
+from kmp._types import Device, Gradient, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
@@ -71,3 +71,12 @@ def restore_after_skip(
 def platform() -> str:
     """Where the training runs: "cpu" or "gpu"; Keras knows no TPU on torch."""
     return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def device() -> Device:
+    """The first device of this process."""
+    if not torch.cuda.is_available():
+        return Device(platform(), platform().upper(), None)
+    nvidia = torch.version.hip is None
+    capability = torch.cuda.get_device_capability() if nvidia else None
+    return Device("gpu", torch.cuda.get_device_name(), capability)

@@ -7,7 +7,8 @@ import keras
 from keras import ops
 
 from kmp import _backend
-from kmp._types import Tensor
+from kmp._types import DType, Tensor
+from kmp.policy import Policy
 
 
 @keras.saving.register_keras_serializable(package="kmp")
@@ -50,7 +51,8 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
         mask: bool, `inputs.shape[:-1]`; False keeps an element out of the moments.
 
     Returns:
-        The shape of `inputs`, in the layer's compute dtype.
+        The shape of `inputs`, in the layer's compute dtype, or in the output dtype of a
+        `kmp.Policy` that has one.
 
     Raises:
         ValueError: `momentum`, `epsilon` or the shape of `mask` is not as above; `renorm=True`;
@@ -115,7 +117,14 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
         outputs = (x - mean) * factor
         if self.center:
             outputs = outputs + ops.reshape(self.beta, along_channels)
-        return ops.cast(outputs, self.compute_dtype)
+        return ops.cast(outputs, self._returned_dtype())
+
+    def compute_output_spec(self, inputs, *args, **kwargs):
+        return keras.KerasTensor(inputs.shape, dtype=self._returned_dtype())
+
+    def _returned_dtype(self) -> DType:
+        policy = self.dtype_policy
+        return policy.output_dtype if isinstance(policy, Policy) else self.compute_dtype
 
     def _update_moving(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         finite = ops.all(ops.logical_and(ops.isfinite(mean), ops.isfinite(variance)))
