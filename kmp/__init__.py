@@ -3,6 +3,7 @@
 from kmp import callbacks, layers
 from kmp._version import __version__
 from kmp.autocasting import autocast
+from kmp.convert import to_mixed_precision
 from kmp.formats import formats
 from kmp.health import GradientReport
 from kmp.optimizer import LossScaleOptimizer, scaled
@@ -31,4 +32,5 @@ __all__ = [
     "scaled",
     "select_tree",
     "set_policy",
+    "to_mixed_precision",
 ]
