@@ -2,12 +2,14 @@
 
 from kmp import callbacks, layers
 from kmp._version import __version__
+from kmp.audit import audit
 from kmp.autocasting import autocast
 from kmp.convert import to_mixed_precision
+from kmp.dtypes import cast_to_full, cast_to_half, half_dtype
 from kmp.formats import formats
 from kmp.health import GradientReport
 from kmp.optimizer import LossScaleOptimizer, scaled
-from kmp.policy import Policy, cast_to_full, cast_to_half, get_policy, half_dtype, set_policy
+from kmp.policy import Policy, get_policy, set_policy
 from kmp.scaling import DynamicLossScale, NoOpLossScale, ScaleState, StaticLossScale
 from kmp.trees import all_finite, select_tree
 
@@ -21,6 +23,7 @@ __all__ = [
     "StaticLossScale",
     "__version__",
     "all_finite",
+    "audit",
     "autocast",
     "callbacks",
     "cast_to_full",

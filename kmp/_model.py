@@ -8,9 +8,14 @@ import keras
 def layers_of(model: keras.Layer) -> list[keras.Layer]:
     """`model` and all layers in it, each once: nested models, wrapped layers and RNN cells too.
 
-    A layer stands before those inside it. `layer.path` names it.
+    A layer stands before those inside it.
     """
     return model._flatten_layers()  # Keras has no public way into wrappers and subclassed layers
+
+
+def path_of(layer: keras.Layer) -> str:
+    """What names a layer: its path, or its name where Keras gives no path (it has no weights)."""
+    return layer.path or layer.name
 
 
 def forget_functions(model: keras.Layer) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import keras
 
-from kmp.policy import Scope, current_scope, get_policy, half_dtype
+from kmp._scope import Scope, current_scope
+from kmp.dtypes import half_dtype
+from kmp.policy import get_policy
 
 
 class autocast:

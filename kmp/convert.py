@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 import keras
 
 from kmp._heads import graph_of, output_layers, symbolic_outputs
-from kmp._model import forget_functions, layers_of
+from kmp._model import forget_functions, layers_of, path_of
 from kmp._remember import give_policy, remember_policies
+from kmp.dtypes import half_dtype
 from kmp.optimizer import LossScaleOptimizer
-from kmp.policy import Policy, get_policy, half_dtype
+from kmp.policy import Policy, get_policy
 
 
 class LayerConversion(NamedTuple):
     """What became of one layer.
 
     Attributes:
-        path: str, `layer.path`.
+        path: str, `layer.path`, or the name where Keras gives none.
         layer: str, the name of its class.
         before: str, the policy that it had.
         after: str, the policy that it has.
@@ -138,7 +139,7 @@ def to_mixed_precision(
     olds = {id(layer): old for layer, old in before}
     rows = [
         LayerConversion(
-            layer.path or layer.name, type(layer).__name__, _word(olds[id(layer)]), _word(new), why
+            path_of(layer), type(layer).__name__, _word(olds[id(layer)]), _word(new), why
         )
         for layer, new, why in plan
     ]
@@ -157,7 +158,7 @@ def _check(model: Any, policy: Policy) -> None:
             f"`model` must be built, so that its layers are there. Received: {model.name!r}, which "
             "is not. Call it on a batch, or model.build(input_shape), first."
         )
-    quantized = [x.path for x in layers_of(model) if x.quantization_mode is not None]
+    quantized = [path_of(x) for x in layers_of(model) if x.quantization_mode is not None]
     if quantized:
         raise ValueError(
             "Quantized layers cannot change their policy. Received: "
@@ -168,7 +169,7 @@ def _check(model: Any, policy: Policy) -> None:
         wrong = layer._trainable_variables and layer.variable_dtype != policy.param_dtype
         if wrong and keras.backend.is_float_dtype(layer.variable_dtype):
             raise ValueError(
-                f"The weights stay as they are, in {layer.variable_dtype} in {layer.path!r}. "
+                f"The weights stay as they are, in {layer.variable_dtype} in {path_of(layer)!r}. "
                 f"Received: policy={str(policy)!r}, whose parameters are {policy.param_dtype}. "
                 'Write for example "mixed_bfloat16", or build the model under that policy.'
             )
@@ -182,7 +183,7 @@ def _plan(model: Any, policy: Policy, filter_fn: Any) -> list[tuple[keras.Layer,
     plan: dict[int, tuple[keras.Layer, Any, str]] = {}
 
     def visit(layer, kept_with=None):
-        path = layer.path or layer.name
+        path = path_of(layer)
         inner = layer._flatten_layers(include_self=False, recursive=False)
         new, reason = keep, ""
         if id(layer) in plan:

@@ -1,15 +1,12 @@
 """Which numbers go where: dtypes of parameters, of computation and of output."""
 
-import contextvars
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import keras
-import ml_dtypes
-import numpy as np
-from keras import ops
 
-from kmp import _backend
-from kmp._types import DType, Tree
+from kmp._scope import current_scope
+from kmp._types import DType
+from kmp.dtypes import SHORT_NAMES, as_float_dtype, cast_floats
 
 T = TypeVar("T")
 
@@ -20,26 +17,7 @@ _KEYS = {
     **dict.fromkeys(("c", "compute"), "compute_dtype"),
     **dict.fromkeys(("o", "out", "output"), "output_dtype"),
 }
-_SHORT = {"f64": "float64", "f32": "float32", "full": "float32", "f16": "float16"}
-_SHORT["bf16"] = "bfloat16"
-_ABBREVIATION = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
-
-
-class Scope(NamedTuple):
-    """An open `kmp.autocast` scope."""
-
-    policy: Any  # Policy
-    enabled: bool
-    policy_before: Any  # the global policy when this scope was opened
-    policy_outside: Any  # the global policy when the outermost scope was opened
-    parent: Any  # Scope or None
-
-
-# Each thread starts without a scope, as it starts with a global policy of its own in Keras.
-current_scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar(
-    "kmp_autocast_scope", default=None
-)
 
 
 @keras.saving.register_keras_serializable(package="kmp")
@@ -188,7 +166,7 @@ class Policy(keras.DTypePolicy):
             return self._name
         dtypes = (self._variable_dtype, self._compute_dtype, self._output_dtype)
         pairs = zip("pco", dtypes, strict=True)
-        return ",".join(f"{key}={_ABBREVIATION.get(x, x)}" for key, x in pairs if x)
+        return ",".join(f"{key}={SHORT_NAMES.get(x, x)}" for key, x in pairs if x)
 
     def __repr__(self) -> str:
         return f'<Policy "{self}">'
@@ -289,102 +267,6 @@ def set_policy(policy: Any) -> None:
     >>> set_policy("float32")
     """
     keras.config.set_dtype_policy(get_policy(policy))
-
-
-def half_dtype() -> DType:
-    """Return the half precision that this hardware is good at.
-
-    Returns:
-        `"float16"` on NVIDIA GPUs before Ampere (compute capability below 8.0, which have no
-        bfloat16), `"bfloat16"` elsewhere: TPUs, later GPUs, CPUs.
-
-    Example:
-
-    >>> half_dtype() in ("bfloat16", "float16")
-    True
-
-    Source: JMP, `half_dtype` (which knows TPUs alone); NVIDIA, "CUDA C++ Programming Guide",
-    arithmetic throughput by compute capability.
-    """
-    capability = _backend.device().compute_capability
-    return "float16" if capability and capability < (8, 0) else "bfloat16"
-
-
-def cast_to_half(tree: T) -> T:
-    """Return the structure with its floats in `half_dtype()`; see `Policy` for what is touched.
-
-    Example:
-
-    >>> cast_to_half([np.ones(2), np.arange(2)])[1].dtype == np.arange(2).dtype
-    True
-
-    Source: JMP, `cast_to_half`.
-    """
-    return cast_floats(tree, half_dtype())
-
-
-def cast_to_full(tree: T) -> T:
-    """Return the structure with its floats in float32; see `Policy` for what is touched.
-
-    Example:
-
-    >>> str(cast_to_full({"w": np.ones(2, "float16")})["w"].dtype)
-    'float32'
-
-    Source: JMP, `cast_to_full`.
-    """
-    return cast_floats(tree, "float32")
-
-
-def cast_floats(tree: Tree, dtype: DType) -> Any:
-    """Cast the float tensors and arrays of a nested structure; everything else stays."""
-
-    def cast(x):
-        if not _has_floats(x):
-            return x
-        if isinstance(x, (np.ndarray, np.generic)):
-            return x.astype(ml_dtypes.finfo(dtype).dtype)
-        y = _backend.map_gradient_values(lambda values: ops.cast(values, dtype), x)
-        mask = keras.src.backend.get_keras_mask(x)  # there is no public way to either of the two
-        if mask is not None:
-            keras.src.backend.set_keras_mask(y, mask)
-        return y
-
-    return keras.tree.map_structure(cast, tree)
-
-
-def _has_floats(x: Any) -> bool:
-    try:
-        return hasattr(x, "dtype") and keras.backend.is_float_dtype(x.dtype)
-    except ValueError:  # a dtype that Keras does not know, such as NumPy's strings
-        return False
-
-
-def as_float_dtype(dtype: Any) -> DType:
-    """Return the name of a float dtype that layers can compute in.
-
-    Args:
-        dtype: a name, one of JMP's short names (`"f16"`, `"half"`), or a dtype of NumPy or of a
-            backend.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    name = _SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if isinstance(name, str) and name == "half":  # NumPy's float16 equals "half" too
-        return half_dtype()
-    try:
-        name = keras.backend.standardize_dtype(name)
-    except (ValueError, TypeError):
-        name = None
-    if name not in _ABBREVIATION:
-        quantized = " Keras trains float8 and int8 by model.quantize." if "8" in str(dtype) else ""
-        raise ValueError(
-            f"A policy's dtypes are {', '.join(map(repr, _ABBREVIATION))} or JMP's short names "
-            f"{', '.join(map(repr, (*_SHORT, 'half')))}. Received: {dtype!r}.{quantized} Write for "
-            'example kmp.Policy("mixed_bfloat16") or kmp.Policy("p=f32,c=bf16,o=f32").'
-        )
-    return name
 
 
 def _parse(policy: Any) -> dict[str, Any]:

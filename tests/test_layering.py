@@ -23,15 +23,15 @@ BACKENDS = ("tensorflow", "jax", "torch")
 
 # From the ground up; a part may import what stands on a lower line. A folder is one part.
 LEVELS = [
-    ["_types", "_version"],
+    ["_types", "_version", "_scope"],
     ["_arguments", "_backend", "_model", "formats"],
-    ["trees"],
+    ["trees", "dtypes"],
     ["scaling", "health", "policy"],
     ["_heads", "autocasting", "layers", "checkpoint", "_construction", "_forwarding", "_window"],
-    ["_remember"],
+    ["_remember", "_hazards"],
     ["_step"],
     ["optimizer"],
-    ["summaries", "convert", "debug"],
+    ["summaries", "convert", "audit", "doctor", "debug"],
     ["callbacks", "bench"],
     ["__init__"],
     ["__main__"],
