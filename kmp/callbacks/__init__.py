@@ -1,5 +1,6 @@
 """Callbacks for `model.fit`."""
 
 from kmp.callbacks.gradient_health import GradientHealth
+from kmp.callbacks.spike_detector import SpikeDetector
 
-__all__ = ["GradientHealth"]
+__all__ = ["GradientHealth", "SpikeDetector"]
