@@ -19,6 +19,7 @@ EXPECTED = {
         rf"^Test accuracy \d+\.\d% after \d+ s on {BACKEND}\.$",
     ],
     "when_float16_fails.py": [r"^Underflow: ", r"^Overflow: "],
+    "survive_a_bad_batch.py": [rf"^Rollbacks: [123] on {BACKEND}\.$"],
     "custom_loop.py": [
         r"^Gradient health after step 56: loss scale 32768, 2 skipped",
         r"^Largest difference from the weights of fit: 0\.0$",
@@ -104,12 +105,24 @@ def check_that_kmp_backs_off_where_plain_float16_turns_to_nan(printed):
     assert scaled[4] == 2.0 ** (15 - scaled[3]) < 1
 
 
+def check_that_the_guard_saves_a_poisoned_run(printed):
+    names = ("clean batches", "5 bad batches", "5 bad batches, with the guard")
+    clean, ruined, guarded = (
+        float(re.search(rf"^{name} +(\d+\.\d)%", printed, re.MULTILINE)[1]) for name in names
+    )
+    assert clean >= 95.0
+    assert ruined <= 30.0  # chance is 10
+    assert guarded >= clean - 2.0
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path):
     printed = run(script, tmp_path, "--smoke")
     expected = EXPECTED.get(script, [])
     for line in expected[BACKEND] if isinstance(expected, dict) else expected:
         assert re.search(line, printed, re.MULTILINE), f"{line}\n---\n{printed}"
+    if script == "survive_a_bad_batch.py":
+        check_that_the_guard_saves_a_poisoned_run(printed)
     if script == "when_float16_fails.py":
         check_that_kmp_keeps_the_gradients_that_plain_float16_loses(printed)
         check_that_kmp_backs_off_where_plain_float16_turns_to_nan(printed)

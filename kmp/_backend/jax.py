@@ -71,25 +71,35 @@ def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[
 
 
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:
-    """The present values of optimizer variables, without writing all of the model's state back.
+    """The present values of variables of `model`, without writing all of its state back.
 
     Args:
-        model: the `keras.Model` being trained. While `fit` runs its optimizer's state lives in
-            the loop, and asking a variable would synchronise and re-collect every variable.
-        variables: variables of `model.optimizer`.
+        model: the `keras.Model` being trained. While `fit` runs its state lives in the loop, and
+            asking a variable would synchronise and re-collect every variable.
+        variables: variables of the model, its optimizer or its metrics.
     """
     state = getattr(model, "_jax_state", None)
-    if state and not model._jax_state_synced and state.get("optimizer_variables"):
-        values = state["optimizer_variables"]
-        live = {id(v): x for v, x in zip(model.optimizer.variables, values, strict=True)}
-        return [live[id(v)] for v in variables]
-    return [v.value for v in variables]
+    if not state or model._jax_state_synced:
+        return [v.value for v in variables]
+    live: dict[int, Tensor] = {}
+    for key, owned in (
+        ("optimizer_variables", lambda: model.optimizer.variables),
+        ("metrics_variables", lambda: model.metrics_variables),
+        ("trainable_variables", lambda: model.trainable_variables),
+        ("non_trainable_variables", lambda: model.non_trainable_variables),
+    ):
+        if all(id(v) in live for v in variables):
+            break  # collecting a large model's variables takes milliseconds
+        values = state.get(key)
+        if values:
+            live |= {id(v): x for v, x in zip(owned(), values, strict=True)}
+    return [live[id(v)] for v in variables]
 
 
 def restore_after_skip(
-    model: Any, train_step: Callable, statistics_of: Callable[[Any], list[Variable]]
+    model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
 ) -> Callable:
-    """Wrap Keras's stateless train step: a skipped one returns the statistics that it was given."""
+    """Wrap Keras's stateless train step: a skipped one returns `undone_of(model)` as it came."""
 
     def step(state, data):
         logs, new_state = train_step(state, data)
@@ -97,14 +107,17 @@ def restore_after_skip(
             id(model.optimizer.skipped_steps)
         )
         applied = new_state[2][skipped_steps] == state[2][skipped_steps]
-        guarded = {id(v) for v in statistics_of(model)}
-        non_trainable = [
-            jnp.where(applied, new, old) if id(v) in guarded else new
-            for v, new, old in zip(
-                model.non_trainable_variables, new_state[1], state[1], strict=True
-            )
-        ]
-        return logs, (new_state[0], non_trainable, *new_state[2:])
+        undone = {id(v) for v in undone_of(model)}
+
+        def kept(variables, new_values, old_values):
+            return [
+                jnp.where(applied, new, old) if id(v) in undone else new
+                for v, new, old in zip(variables, new_values, old_values, strict=True)
+            ]
+
+        non_trainable = kept(model.non_trainable_variables, new_state[1], state[1])
+        metrics = kept(model.metrics_variables, new_state[3], state[3])
+        return logs, (new_state[0], non_trainable, new_state[2], metrics)
 
     return step
 

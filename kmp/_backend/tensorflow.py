@@ -112,14 +112,14 @@ def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variabl
 
 
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:
-    """The present values of optimizer variables of `model`."""
+    """The present values of variables of `model`, its optimizer or its metrics."""
     return [v.value for v in variables]
 
 
 def restore_after_skip(
-    model: Any, train_step: Callable, statistics_of: Callable[[Any], list[Variable]]
+    model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
 ) -> Callable:
-    """Wrap Keras's train step: a skipped one leaves the statistics as they were.
+    """Wrap Keras's train step: a skipped one leaves `undone_of(model)` as it was.
 
     Not under a `tf.distribute` strategy.
     """
@@ -129,11 +129,11 @@ def restore_after_skip(
             return train_step(data)  # each replica's statistics are Keras's to reduce
         if not (model.built and model.optimizer.built):
             model._symbolic_build(data_batch=data)  # the state to keep has to be there
-        optimizer, statistics = model.optimizer, statistics_of(model)
-        before = [tf.identity(v.value) for v in [optimizer.skipped_steps, *statistics]]
+        optimizer, undone = model.optimizer, undone_of(model)
+        before = [tf.identity(v.value) for v in [optimizer.skipped_steps, *undone]]
         logs = train_step(data)
         applied = optimizer.skipped_steps.value == before[0]
-        for variable, old in zip(statistics, before[1:], strict=True):
+        for variable, old in zip(undone, before[1:], strict=True):
             variable.assign(tf.where(applied, variable.value, old))
         return logs
 

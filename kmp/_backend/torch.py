@@ -47,21 +47,21 @@ def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[
 
 
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:
-    """The present values of optimizer variables of `model`."""
+    """The present values of variables of `model`, its optimizer or its metrics."""
     return [v.value for v in variables]
 
 
 def restore_after_skip(
-    model: Any, train_step: Callable, statistics_of: Callable[[Any], list[Variable]]
+    model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
 ) -> Callable:
-    """Wrap Keras's train step: a skipped one leaves the statistics as they were."""
+    """Wrap Keras's train step: a skipped one leaves `undone_of(model)` as it was."""
 
     def step(data):
-        optimizer, statistics = model.optimizer, statistics_of(model)
-        before = [v.value.detach().clone() for v in [optimizer.skipped_steps, *statistics]]
+        optimizer, undone = model.optimizer, undone_of(model)
+        before = [v.value.detach().clone() for v in [optimizer.skipped_steps, *undone]]
         logs = train_step(data)
         applied = optimizer.skipped_steps.value == before[0]
-        for variable, old in zip(statistics, before[1:], strict=True):
+        for variable, old in zip(undone, before[1:], strict=True):
             variable.assign(torch.where(applied, variable.value, old))
         return logs
 

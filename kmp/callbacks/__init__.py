@@ -1,5 +1,8 @@
 """Callbacks for `model.fit`."""
 
+from kmp.callbacks.divergence_guard import DivergenceGuard
 from kmp.callbacks.gradient_health import GradientHealth
+from kmp.callbacks.spike_detector import SpikeDetector
+from kmp.callbacks.terminate_on_nan import TerminateOnNaN
 
-__all__ = ["GradientHealth"]
+__all__ = ["DivergenceGuard", "GradientHealth", "SpikeDetector", "TerminateOnNaN"]

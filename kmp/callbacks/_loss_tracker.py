@@ -1,0 +1,150 @@
+"""The loss of each training step, kept inside the compiled step and read in one transfer."""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from kmp import _backend
+from kmp._types import Variable
+from kmp.callbacks._sampler import _bits
+from kmp.optimizer import LossScaleOptimizer
+
+RECENT = 128  # losses that stay readable: far more than between two looks at the usual cadence
+
+
+class LossTracker(keras.metrics.Mean):
+    """Keras's average of the epoch's loss, over the steps that counted; and each recent loss.
+
+    With an optimizer that skips steps, a loss that is not finite is left out of the average.
+    Until a step has counted the average is the last finite loss, or NaN: a first step that
+    overflows while the loss scale is being found must not look like a dead run.
+
+    Attributes:
+        recent: float32[RECENT], the loss of the i-th step that counted at index i % RECENT.
+        counted_steps: int32[], steps that counted since training began.
+        seen_steps: int32[], all training steps since then.
+        nonfinite_losses: int32[], losses in a row up to now that were not finite.
+        latest: float32[], the last finite loss of this epoch.
+    """
+
+    training = False  # whether a training step is being traced: evaluation hides nothing
+    skips = False  # whether the optimizer skips a step that is not finite
+
+    def add_step_variables(self) -> None:
+        """Create what `keras.metrics.Mean` does not have; this class is put on existing ones."""
+
+        def add(name, dtype="int32", shape=(), aggregation="only_first_replica"):
+            return self.add_variable(shape, "zeros", dtype, aggregation=aggregation, name=name)
+
+        self.recent = add("recent", "float32", (RECENT,), "mean")
+        self.latest = add("latest", "float32", aggregation="mean")
+        self.counted_steps, self.seen_steps = add("counted_steps"), add("seen_steps")
+        self.nonfinite_losses = add("nonfinite_losses")
+
+    def update_state(self, values, sample_weight=None):
+        if self.training:
+            loss = ops.mean(ops.cast(values, "float32"))
+            finite = ops.isfinite(loss)
+            self._count(loss, finite)
+            if self.skips:
+                weight = 1.0 if sample_weight is None else sample_weight
+                sample_weight = ops.where(finite, ops.cast(weight, "float32"), 0.0)
+                values = ops.where(finite, values, ops.zeros_like(values))
+        return super().update_state(values, sample_weight=sample_weight)
+
+    def _count(self, loss: Any, finite: Any) -> None:
+        counts = ops.logical_or(finite, not self.skips)
+        counted, nonfinite, recent, latest = (
+            ops.convert_to_tensor(v)
+            for v in (self.counted_steps, self.nonfinite_losses, self.recent, self.latest)
+        )
+        here = ops.equal(ops.arange(RECENT, dtype="int32"), counted % RECENT)
+        self.recent.assign(ops.where(ops.logical_and(here, counts), loss, recent))
+        self.latest.assign(ops.where(finite, loss, latest))
+        self.counted_steps.assign(counted + ops.cast(counts, "int32"))
+        self.nonfinite_losses.assign(ops.where(finite, ops.zeros_like(nonfinite), nonfinite + 1))
+        self.seen_steps.assign(ops.convert_to_tensor(self.seen_steps) + 1)
+
+    def reset_state(self):
+        super().reset_state()
+        self.latest.assign(float("nan"))
+
+    def result(self):
+        mean = super().result()
+        latest = ops.cast(ops.convert_to_tensor(self.latest), mean.dtype)
+        return ops.where(ops.equal(self.count, 0), latest, mean)
+
+    @property
+    def happened(self) -> list[Variable]:
+        """What stays although the step is skipped once its gradients are known."""
+        return [self.seen_steps, self.nonfinite_losses, self.latest]
+
+
+def track_losses(model: Any) -> bool:
+    """Let the loss tracker of a compiled model keep each step's loss; tell whether it is new."""
+    tracker = model._loss_tracker
+    skips = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    if type(tracker) is keras.metrics.Mean:
+        # Replacing the class keeps the variables that the model and its strategy already know.
+        tracker.__class__ = LossTracker
+        strategy = getattr(model, "distribute_strategy", None)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            tracker.add_step_variables()
+        tracker.skips = skips
+        tracker.reset_state()
+        return True
+    return False
+
+
+class Progress(NamedTuple):
+    """What the compiled steps have counted up to a look.
+
+    Attributes:
+        step: training steps of the optimizer, skipped ones included where it is kmp's.
+        seen_steps, counted_steps, nonfinite_losses, recent: see `LossTracker`.
+        skipped_steps: steps skipped since training began; None if the optimizer does not say.
+        consecutive_skips: skipped steps in a row up to now; 0 if the optimizer does not say.
+    """
+
+    step: int
+    seen_steps: int
+    counted_steps: int
+    nonfinite_losses: int
+    recent: np.ndarray
+    skipped_steps: int | None
+    consecutive_skips: int
+
+    def mean_loss_since(self, counted_steps: int) -> float | None:
+        """The mean over the steps that counted since then, or the latest RECENT of them."""
+        new = min(self.counted_steps - counted_steps, RECENT)
+        if new <= 0:
+            return None
+        return float(np.mean(self.recent[np.arange(-new, 0) + self.counted_steps % RECENT]))
+
+
+def read_progress(model: Any) -> Progress:
+    """Read what the training steps of `model` have counted so far, in one transfer."""
+    tracker, optimizer = model._loss_tracker, model.optimizer
+    counters = [tracker.seen_steps, tracker.counted_steps, tracker.nonfinite_losses]
+    counters.append(optimizer.iterations)
+    counts_skips = isinstance(optimizer, LossScaleOptimizer)
+    if counts_skips and optimizer.built:
+        counters[-1] = optimizer.steps
+        counters += [optimizer.skipped_steps, optimizer.consecutive_skips]
+    values = [ops.convert_to_tensor(x) for x in _backend.read(model, [*counters, tracker.recent])]
+    packed = ops.concatenate([ops.reshape(_bits(x), (-1,)) for x in values])
+    numbers = ops.convert_to_numpy(packed)
+    seen, counted, nonfinite, step, *skips = (int(x) for x in numbers[:-RECENT])
+    skipped, in_a_row = skips or (0, 0)
+    return Progress(
+        step=step,
+        seen_steps=seen,
+        counted_steps=counted,
+        nonfinite_losses=nonfinite,
+        recent=numbers[-RECENT:].view("float32"),
+        skipped_steps=skipped if counts_skips else None,
+        consecutive_skips=in_a_row,
+    )

@@ -1,0 +1,124 @@
+"""`TerminateOnNaN`: stops a dead run, and lets a skipped step be."""
+
+import warnings
+
+import keras
+import numpy as np
+from keras import ops
+
+from kmp import _backend
+from kmp._arguments import whole_number
+from kmp.callbacks._loss_tracker import Progress, read_progress
+from kmp.callbacks._sampler import Cadence
+from kmp.callbacks._train_step import guard_train_step
+
+
+class TerminateOnNaN(keras.callbacks.Callback):
+    """Stops a run that is dead, and none that merely skipped a step.
+
+    At each `update_freq`-th training step and at the end of each epoch it looks, and stops if
+
+    ```
+    any trainable weight is inf or NaN                      nothing brings it back
+    patience steps in a row were skipped                    with kmp's optimizer
+    patience losses in a row were inf or NaN                with any optimizer
+    ```
+
+    Keras's callback of this name watches the running average of the loss, which one skipped step
+    makes NaN for the rest of the epoch.
+
+    Args:
+        patience: int >= 1, skipped steps, or losses that are not finite, in a row. The default is
+            more than the 24 steps that it takes a loss scale to fall from its ceiling of 2**24 to
+            its floor of 1; with a floor below 1 take one more for each halving.
+        update_freq: int >= 1, training steps between two looks, whatever `steps_per_execution` is.
+            Both are counted in every step, also between looks.
+
+    Attributes:
+        stopped_because: str, why training was stopped; None if it was not.
+
+    Raises:
+        ValueError: if an argument is out of its range.
+
+    Warns:
+        UserWarning: when it stops a run, with step, counts and the paths of the weights.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.layers.Dense(1)])
+    >>> model.compile(kmp.scaled("sgd", learning_rate=0.1), "mse")
+    >>> x = np.ones((96, 2))
+    >>> x[40] = np.inf
+    >>> stop = kmp.callbacks.TerminateOnNaN()
+    >>> history = model.fit(x, np.ones((96, 1)), epochs=2, callbacks=[stop], verbose=0)
+    >>> history.history["skipped_steps"], stop.stopped_because
+    ([1, 2], None)
+
+    Source: keras.callbacks.TerminateOnNaN; the number of skipped steps in a row as a sign of a dead
+    run is that of optax's `apply_if_finite`, which then applies them.
+    """
+
+    def __init__(self, patience: int = 30, update_freq: int = 100):
+        super().__init__()
+        self.patience = whole_number("patience", patience, "TerminateOnNaN")
+        self.update_freq = Cadence(update_freq).update_freq
+        self.stopped_because: str | None = None
+        self._cadence = Cadence(update_freq)
+        self._first_step = 0
+
+    def set_model(self, model):
+        super().set_model(model)
+        guard_train_step(model)
+
+    def on_train_begin(self, logs=None):
+        self.stopped_because = None
+        self._cadence = Cadence(self.update_freq)
+        self._first_step = read_progress(self._model).seen_steps
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._cadence.is_due(batch):
+            self._look()
+
+    def on_epoch_end(self, epoch, logs=None):
+        progress = self._look()
+        self._cadence.begin_epoch(progress.seen_steps - self._first_step)
+        if logs is not None and progress.skipped_steps is not None:
+            logs["skipped_steps"] = progress.skipped_steps
+
+    def _look(self) -> Progress:
+        progress = read_progress(self._model)
+        reason = self._reason(progress)
+        if reason and self.stopped_because is None:
+            self.stopped_because = f"Step {progress.step}: {reason}"
+            self._model.stop_training = True
+            warnings.warn(f"{self.stopped_because} Training stops.", stacklevel=2)
+        return progress
+
+    def _reason(self, progress: Progress) -> str | None:
+        dead = self._nonfinite_weights()
+        if dead:
+            more = f" and {len(dead) - 5} more" if len(dead) > 5 else ""
+            return (
+                f"{len(dead)} weights are not finite: {', '.join(dead[:5])}{more}. Go back to a "
+                "checkpoint, and compile with kmp.scaled(...), which skips such a step."
+            )
+        skips, losses = progress.consecutive_skips, progress.nonfinite_losses
+        if max(skips, losses) < self.patience:
+            return None
+        advice = (
+            "so that no loss scale can help: look at the data and the layers."
+            if losses >= self.patience
+            else "although the loss is finite: look at the loss scale and its floor."
+        )
+        return (
+            f"{skips} steps in a row were skipped and {losses} losses in a row were not finite "
+            f"(patience={self.patience}), {advice} The weights are finite."
+        )
+
+    def _nonfinite_weights(self) -> list[str]:
+        variables = self._model.trainable_variables
+        if not variables:
+            return []
+        values = _backend.read(self._model, variables)
+        finite = ops.convert_to_numpy(ops.stack([ops.all(ops.isfinite(x)) for x in values]))
+        return [variables[i].path for i in np.flatnonzero(~finite)]

@@ -1,0 +1,153 @@
+"""The epoch's averages are over the steps that counted, with any of the callbacks."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from linear_runs import JIT, RATE, SPE, data, fit, linear_model
+
+import kmp
+from kmp.callbacks._loss_tracker import RECENT, LossTracker, read_progress
+from kmp.callbacks._train_step import guard_train_step
+
+CALLBACKS = [
+    kmp.callbacks.GradientHealth,
+    kmp.callbacks.DivergenceGuard,
+    kmp.callbacks.TerminateOnNaN,
+]
+
+
+def losses_without(poisoned, epochs, **arguments):
+    """The epochs' losses when the poisoned batches had never been there."""
+    x, y = data()
+    keep = np.setdiff1d(np.arange(48), [4 * b + i for b in poisoned for i in range(4)])
+    model = linear_model(**arguments)
+    fixed = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    return model.fit(x[keep], y[keep], epochs=epochs, **fixed).history
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+@pytest.mark.parametrize("callback", CALLBACKS)
+@pytest.mark.parametrize("spe", SPE)
+def test_the_loss_is_the_mean_of_the_steps_that_counted(callback, spe):
+    model = linear_model(steps_per_execution=spe, metrics=["mae"])
+    history = fit(model, [callback()], poisoned=[5], epochs=2)
+    expected = losses_without([5], 2, metrics=["mae"])
+    # Sums of the same 11 numbers in float32, in the same order.
+    np.testing.assert_array_equal(history["loss"], expected["loss"])
+    np.testing.assert_array_equal(history["mae"], expected["mae"])
+    assert history["skipped_steps"] == [1, 2]
+
+
+@pytest.mark.parametrize("spe", SPE)
+@pytest.mark.parametrize("jit", JIT)
+def test_a_finite_loss_of_a_skipped_step_does_not_count(spe, jit):
+    """1e16 squared, times the first scale, leaves float32 in the gradients alone."""
+    model = linear_model(steps_per_execution=spe, jit_compile=jit)
+    history = fit(model, [kmp.callbacks.TerminateOnNaN()], poisoned=[5], poison=1e17)
+    assert history["skipped_steps"] == [1]
+    np.testing.assert_array_equal(history["loss"], losses_without([5], 1)["loss"])
+
+
+def test_until_a_step_has_counted_the_last_finite_loss_stands():
+    """Keras's TerminateOnNaN would otherwise stop a run whose first step finds the scale."""
+    rule = kmp.DynamicLossScale(2.0**100, max_scale=2.0**100)
+    model = linear_model(kmp.scaled("sgd", rule, learning_rate=RATE))
+    x, y = data(steps=1)
+    fixed = {"batch_size": 4, "verbose": 0}
+    y = y + np.float32(2.0**30)
+    stop = keras.callbacks.TerminateOnNaN()
+    history = model.fit(x, y, callbacks=[kmp.callbacks.TerminateOnNaN(), stop], **fixed).history
+    assert history["skipped_steps"] == [1]
+    assert history["loss"] == [float(np.mean(np.square(y)))]
+
+
+def test_an_epoch_without_a_finite_loss_is_nan():
+    history = fit(linear_model(), [kmp.callbacks.DivergenceGuard()], poisoned=range(12))
+    assert np.isnan(history["loss"]).all() and history["skipped_steps"] == [12]
+
+
+def test_with_an_optimizer_that_skips_nothing_nan_stays_nan():
+    history = fit(linear_model("sgd"), [kmp.callbacks.DivergenceGuard()], poisoned=[5])
+    assert np.isnan(history["loss"]).all() and "skipped_steps" not in history
+
+
+def test_keras_own_loss_scaling_has_its_nan_left_out():
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE))
+    history = fit(linear_model(optimizer), [kmp.callbacks.DivergenceGuard()], poisoned=[5])
+    np.testing.assert_array_equal(history["loss"], losses_without([5], 1)["loss"])
+
+
+@pytest.mark.parametrize("spe", SPE)
+@pytest.mark.parametrize("jit", JIT)
+def test_each_recent_loss_is_kept(spe, jit):
+    model = linear_model(steps_per_execution=spe, jit_compile=jit)
+    model.optimizer.learning_rate = 0.0
+    fit(model, [kmp.callbacks.TerminateOnNaN()], poisoned=[3, 6, 11], epochs=2)
+    progress = read_progress(model)
+    _, y = data()
+    each = np.square(y).reshape(12, 4).mean(axis=1)[[0, 1, 2, 4, 5, 7, 8, 9, 10]]
+    np.testing.assert_array_equal(progress.recent[:18], np.tile(each, 2))
+    assert (progress.seen_steps, progress.step, progress.counted_steps) == (24, 24, 18)
+    assert (progress.skipped_steps, progress.consecutive_skips) == (6, 1)
+    assert progress.nonfinite_losses == 1
+    assert progress.mean_loss_since(16) == np.float32(each[-2:].mean())
+    assert progress.mean_loss_since(18) is None
+
+
+def test_more_losses_than_stay_readable():
+    model = linear_model()
+    fit(model, [kmp.callbacks.TerminateOnNaN()], steps=RECENT + 3)
+    progress = read_progress(model)
+    assert progress.counted_steps == RECENT + 3
+    assert progress.mean_loss_since(0) == float(progress.recent.mean())
+    np.testing.assert_array_equal(
+        progress.mean_loss_since(RECENT - 1),
+        np.float32(np.mean(progress.recent[[RECENT - 1, 0, 1, 2]])),
+    )
+
+
+def test_several_callbacks_wrap_the_step_once():
+    model = linear_model()
+    fit(model, [x() for x in CALLBACKS])
+    step = model.train_step
+    assert isinstance(model._loss_tracker, LossTracker)
+    guard_train_step(model)
+    assert model.train_step is step and model.train_function is not None
+
+
+def test_each_look_is_one_transfer(monkeypatch):
+    model = linear_model()
+    fit(model, [kmp.callbacks.TerminateOnNaN()])
+    transfers = []
+
+    def convert(x):
+        transfers.append(x)
+        return np.asarray(x)
+
+    monkeypatch.setattr(ops, "convert_to_numpy", convert)
+    assert read_progress(model).seen_steps == 12
+    assert len(transfers) == 1
+
+
+@pytest.mark.parametrize("other", ["sgd", lambda: kmp.scaled("sgd")], ids=["bare", "kmp"])
+def test_compiling_anew_with_another_optimizer(other):
+    model = linear_model("adam")
+    fit(model, [kmp.callbacks.DivergenceGuard()])
+    model.compile(other() if callable(other) else other, loss="mse")
+    history = fit(model, [kmp.callbacks.DivergenceGuard()], poisoned=[5])
+    assert np.isnan(history["loss"]).all() == (other == "sgd")
+
+
+def test_evaluation_hides_nothing_and_files_load_without_kmp(tmp_path):
+    model = linear_model()
+    fit(model, [kmp.callbacks.TerminateOnNaN()])
+    x, y = data(poisoned=[2])
+    assert not np.isfinite(model.evaluate(x, y, verbose=0))
+    assert read_progress(model).seen_steps == 12
+    model.save_weights(tmp_path / "model.weights.h5")
+    plain = linear_model()
+    plain.optimizer.build(plain.trainable_variables)
+    plain.load_weights(tmp_path / "model.weights.h5")
+    for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
