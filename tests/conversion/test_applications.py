@@ -1,0 +1,20 @@
+"""keras.applications: convert, train two steps, save, load and predict alike, in both policies."""
+
+import pathlib
+
+import pytest
+from oracle import BACKEND
+from processes import environment, run_all
+
+PROGRAM = pathlib.Path(__file__).with_name("train_application.py")
+# What is tested does not depend on how well XLA optimizes, and its compiler takes the time.
+QUICK_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+@pytest.mark.only("tensorflow", "jax")
+@pytest.mark.parametrize("name", ["MobileNetV2", "ResNet50", "EfficientNetB0", "ConvNeXtTiny"])
+def test_an_application_trains_in_both_policies(tmp_path, name):
+    environ = environment(KERAS_BACKEND=BACKEND, XLA_FLAGS=QUICK_COMPILER)
+    run_all([[PROGRAM, name, tmp_path]], [environ], tmp_path, timeout=600)
+    said = (tmp_path / "process_0.log").read_text()
+    assert said.count(f"{name} mixed_") == 2
