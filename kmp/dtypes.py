@@ -79,8 +79,11 @@ def cast_floats(tree: Tree, dtype: DType) -> Any:
 
 
 def _has_floats(x: Any) -> bool:
+    arrays = (np.ndarray, np.generic, keras.KerasTensor, keras.Variable)
+    if not (isinstance(x, arrays) or ops.is_tensor(x)):
+        return False  # layers, among others, have a dtype too
     try:
-        return hasattr(x, "dtype") and keras.backend.is_float_dtype(x.dtype)
+        return keras.backend.is_float_dtype(x.dtype)
     except ValueError:  # a dtype that Keras does not know, such as NumPy's strings
         return False
 

@@ -158,8 +158,9 @@ def test_a_decorated_function_returns_in_the_output_dtype():
     assert dtype_of(kmp.autocast(enabled=False)(lambda x: x)(X)) == "float32"
 
 
-def test_a_decorated_method_and_an_exception(dense):
-    class Model:
+@pytest.mark.parametrize("base", [object, keras.layers.Layer])  # a layer has a dtype of its own
+def test_a_decorated_method_and_an_exception(dense, base):
+    class Model(base):
         @kmp.autocast("mixed_float16")
         def predict(self, x):
             if x is None:
