@@ -1,6 +1,6 @@
 """kmp: mixed precision for Keras 3 that never loses a run."""
 
-from kmp import callbacks, layers
+from kmp import callbacks, debug, layers
 from kmp._version import __version__
 from kmp.health import GradientReport
 from kmp.optimizer import LossScaleOptimizer, scaled
@@ -17,6 +17,7 @@ __all__ = [
     "__version__",
     "all_finite",
     "callbacks",
+    "debug",
     "layers",
     "scaled",
     "select_tree",
