@@ -52,39 +52,65 @@ def is_bad(stats: Sequence[TensorStats]) -> bool:
 def first_bad_value(recorder: Recorder) -> Blame | None:
     """The first place of a forward pass whose numbers are not finite.
 
-    What a layer is given on purpose and answers with finite numbers, such as a mask of -inf before
-    a softmax, is left out.
+    What later layers answer with finite numbers, such as a mask of -inf before a softmax, is meant.
     """
-    begun: list[tuple[int, Call, str]] = []
-    for call in recorder.calls:
-        begun.append((call.span[0], call, "input"))
-        begun.append((call.span[1], call, "output"))
-    for _, call, role in sorted(begun, key=lambda event: event[0]):
-        passed, outputs = measure(call.passed), measure(call.outputs)
-        if not is_bad(outputs):
+    bad = _Bad(recorder.calls)
+    events = [(call.span[0], call, "input") for call in recorder.calls]
+    events += [(call.span[1], call, "output") for call in recorder.calls]
+    for time, call, role in sorted(events, key=lambda event: event[0]):
+        if not bad.outputs_of(call) or bad.is_answered(call):
             continue
-        received = measure(call.received)
-        if role == "input" and is_bad(passed):
-            if call.parent is None:
-                return Blame("forward", None, "data", outputs=passed)
-            earlier = _finished_before(call.parent, call.span[0])
-            inputs = measure(earlier.outputs if earlier else call.parent.received)
-            return Blame("forward", call.parent, "code", earlier, call, inputs, passed)
-        if role == "input" and is_bad(received):
-            return Blame("forward", call, "cast", inputs=passed, outputs=received)
+        outputs = measure(call.outputs)
         if role == "output":
-            last = _finished_before(call, call.span[1])
+            last = _finished_before(call, time)
             if last is not None:
                 return Blame("forward", call, "code", last, None, measure(last.outputs), outputs)
-            return Blame("forward", call, "layer", inputs=received, outputs=outputs)
+            return Blame("forward", call, "layer", inputs=measure(call.received), outputs=outputs)
+        passed, received = measure(call.passed), measure(call.received)
+        if is_bad(passed) and call.parent is None:
+            return Blame("forward", None, "data", outputs=passed)
+        if is_bad(passed) and not bad.was_answered_before(call):
+            parent: Any = call.parent
+            last = _finished_before(parent, time)
+            inputs = measure(last.outputs if last else parent.received)
+            return Blame("forward", parent, "code", last, call, inputs, passed)
+        if is_bad(received) and not is_bad(passed):
+            return Blame("forward", call, "cast", inputs=passed, outputs=received)
     return None
+
+
+class _Bad:
+    """Which calls give numbers that are not finite, and which of these do no harm."""
+
+    def __init__(self, calls: Sequence[Call]):
+        self._bad = {id(call): is_bad(measure(call.outputs)) for call in calls}
+        self._users: dict[int, list[Call]] = {}
+        self._makers: dict[int, Call] = {}
+        for call in calls:
+            for tensor in floats(call.passed):
+                self._users.setdefault(id(tensor), []).append(call)
+            for tensor in floats(call.outputs):
+                self._makers.setdefault(id(tensor), call)
+
+    def outputs_of(self, call: Call) -> bool:
+        """Tell whether any output is not finite."""
+        return self._bad[id(call)]
+
+    def is_answered(self, call: Call) -> bool:
+        """Tell whether all layers that take the outputs as they are end in finite numbers."""
+        users = [u for tensor in floats(call.outputs) for u in self._users.get(id(tensor), [])]
+        return bool(users) and all(not self._bad[id(u)] or self.is_answered(u) for u in users)
+
+    def was_answered_before(self, call: Call) -> bool:
+        """Tell whether what `call` is given is the output of a call that does no harm."""
+        makers = [self._makers.get(id(tensor)) for tensor in floats(call.passed)]
+        return any(m is not None and self._bad[id(m)] for m in makers)
 
 
 def _finished_before(parent: Call, time: int) -> Call | None:
     """The child of `parent` that ended last before `time`."""
-    ended = [c for c in parent.children if len(c.span) > 1 and c.span[1] <= time]
-    ended = [c for c in ended if c.received is not None and floats(c.outputs)]
-    return max(ended, key=lambda c: c.span[1], default=None)
+    ended = [child for child in parent.children if child.span[1] <= time]
+    return max(ended, key=lambda child: child.span[1], default=None)
 
 
 @dataclasses.dataclass

@@ -183,6 +183,8 @@ def forward(model: keras.Model, x: Tree, training: bool) -> tuple[Recorder, Tree
     with recording(recorder):
         outputs = call_model(model, x, training)
     recorder.calls = [call for call in recorder.calls if _holds_numbers(call)]
+    for call in recorder.calls:
+        call.children = [child for child in call.children if _holds_numbers(child)]
     return recorder, outputs
 
 

@@ -140,7 +140,7 @@ def locate_nonfinite(
     FORWARD: ...loud (float16)
       in:    float16[1, 4] on ..., from 400 to 400
       out:   float16[1, 4] on ..., 4 inf
-      cause: finite in float32 (largest 1.2e+05): it left float16 (at most 65504)....
+      cause: finite in float32 (largest 1.2e+05): it left float16 (at most 65504). ...
     """
     check_model(model, "locate_nonfinite", loss=y is not None)
     if scale is not None:

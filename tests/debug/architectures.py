@@ -4,6 +4,8 @@ A fault replaces `layer.call` by one that goes wrong in the layer's compute dtyp
 in the result, so that float32 is right wherever the fault is one of precision.
 """
 
+import inspect
+
 import keras
 import numpy as np
 from keras import layers, ops
@@ -62,7 +64,7 @@ def lstm():
         [
             keras.Input((4, 3)),
             layers.Dense(4, name="embed"),
-            layers.LSTM(4, name="lstm"),
+            layers.LSTM(4, unroll=True, name="lstm"),  # JAX compiles a scan at each call
             layers.Dense(CLASSES, name="logits"),
         ],
         name="recurrent",
@@ -174,5 +176,5 @@ def plant(layer, fault):
     def faulty(*args, **kwargs):
         return go_wrong(call(*args, **kwargs))
 
-    faulty.__signature__ = __import__("inspect").signature(call)
+    faulty.__signature__ = inspect.signature(call)
     object.__setattr__(layer, "call", faulty)

@@ -69,7 +69,8 @@ def test_the_map_of_diagnose_cures(architecture, layer, fault):
         if inner.name in diagnosis.without_path:
             inner._dtype_policy = keras.DTypePolicy("float32")
     rule = kmp.DynamicLossScale(initial_scale=diagnosis.loss_scale)
-    model.compile(kmp.scaled("sgd", rule, learning_rate=1e-3), loss=model.loss)
+    optimizer = kmp.scaled("sgd", rule, learning_rate=1e-3)
+    model.compile(optimizer, loss=model.loss, run_eagerly=True)
     before = [ops.copy(v.value) for v in model.trainable_variables]
     model.fit(x, y, batch_size=architectures.BATCH, epochs=3, verbose=0)
     assert int(model.optimizer.skipped_steps) == 0
