@@ -1,4 +1,4 @@
-"""One layer costs a bfloat16 model a fifth of its accuracy. Which one, and what it takes.
+"""One layer ruins the accuracy of a bfloat16 model. Which one, and what it takes.
 
     python examples/keep_one_layer_in_float32.py            about half a minute on two CPU cores
     python examples/keep_one_layer_in_float32.py --smoke    fewer epochs, the same lesson
