@@ -20,9 +20,9 @@ class Preserved:
     """A context that leaves a model, its training state and the random state as they were.
 
     Variables (weights, BatchNorm statistics, layers' seeds, metrics, the optimizer's state), the
-    layers' collected losses, dtype policies, the loss that the first training step builds, and the
-    random states of Python, NumPy, Keras and the backend. `restore` puts all but the policies back
-    in between, so that the next replay draws the same dropout masks.
+    layers' collected losses, the loss object that the first training step builds, and the random
+    states of Python, NumPy, Keras and the backend. Dtype policies are put back by who swaps them.
+    `restore` does it in between, so that the next replay draws the same dropout masks.
 
     Args:
         model: a built `keras.Model`.
@@ -31,7 +31,6 @@ class Preserved:
     def __init__(self, model: keras.Model):
         self.model: Any = model
         self.layers = layers_of(model)
-        self.policies = [layer._dtype_policy for layer in self.layers]
 
     def __enter__(self) -> "Preserved":
         self.values = [(v, ops.copy(v.value)) for v in _variables(self.model)]
@@ -47,8 +46,6 @@ class Preserved:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        for layer, policy in zip(self.layers, self.policies, strict=True):
-            layer._dtype_policy = policy
         self.restore()
         if self.compile_loss is not None:
             self.model.__dict__["_compile_loss"] = self.compile_loss
@@ -56,7 +53,7 @@ class Preserved:
             layer._called = called
 
     def restore(self) -> None:
-        """Put everything but dtype policies and the loss object back."""
+        """Put everything but the loss object back."""
         for variable, value in self.values:
             variable.assign(value)
         for layer, (losses, ids) in zip(self.layers, self.losses, strict=True):
