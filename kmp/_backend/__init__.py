@@ -21,6 +21,7 @@ if keras.backend.backend() == "tensorflow":
     )
     from kmp._backend.tensorflow_distribute import step_on_replicas
     from kmp._backend.tensorflow_replay import (
+        compiled_bytes,
         gradients,
         is_concrete,
         random_state,
@@ -43,6 +44,7 @@ elif keras.backend.backend() == "jax":
         verdict,
     )
     from kmp._backend.jax_replay import (
+        compiled_bytes,
         gradients,
         is_concrete,
         random_state,
@@ -65,6 +67,7 @@ elif keras.backend.backend() == "torch":
         verdict,
     )
     from kmp._backend.torch_replay import (
+        compiled_bytes,
         gradients,
         is_concrete,
         random_state,
@@ -80,6 +83,7 @@ else:
 __all__ = [
     "all_reduce_sum",
     "apply_if",
+    "compiled_bytes",
     "gradient_rows",
     "gradient_values",
     "gradients",

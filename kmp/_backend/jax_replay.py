@@ -48,3 +48,33 @@ def is_concrete(x: Any) -> bool:
 def random_state() -> Callable[[], None]:
     """Nothing to put back: JAX's random functions have no state."""
     return lambda: None
+
+
+def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]) -> int | None:
+    """What XLA needs beside arguments and results to compute the gradient of `loss`.
+
+    Args:
+        model: the model that `loss` calls.
+        specs: (shape, dtype) of each of its inputs.
+        loss: a function of the list of inputs.
+    """
+
+    def step(trained, others, inputs):
+        def function(values):
+            mapping = list(zip(model.trainable_variables, values, strict=True))
+            mapping += list(zip(model.non_trainable_variables, others, strict=True))
+            with keras.StatelessScope(state_mapping=mapping):
+                return loss(inputs)
+
+        return jax.grad(function)(trained)
+
+    def spec(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    arguments = (
+        [spec(v.shape, v.dtype) for v in model.trainable_variables],
+        [spec(v.shape, v.dtype) for v in model.non_trainable_variables],
+        [spec(*each) for each in specs],
+    )
+    analysis = jax.jit(step).lower(*arguments).compile().memory_analysis()
+    return None if analysis is None else int(analysis.temp_size_in_bytes)

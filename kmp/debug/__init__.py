@@ -2,6 +2,7 @@
 
 from kmp.debug._ranges import LayerRange, Share
 from kmp.debug.diagnosis import Diagnosis, diagnose
+from kmp.debug.memory import MemoryReport, MemoryUse, memory_report
 from kmp.debug.noise import sqnr
 from kmp.debug.nonfinite import NonfiniteReport, locate_nonfinite
 from kmp.debug.precisions import LayerPrecision, PrecisionReport, compare_precisions
@@ -11,6 +12,8 @@ __all__ = [
     "Diagnosis",
     "LayerPrecision",
     "LayerRange",
+    "MemoryReport",
+    "MemoryUse",
     "NonfiniteReport",
     "PrecisionReport",
     "Share",
@@ -18,6 +21,7 @@ __all__ = [
     "compare_precisions",
     "diagnose",
     "locate_nonfinite",
+    "memory_report",
     "sqnr",
     "tensor_stats",
 ]

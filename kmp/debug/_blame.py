@@ -69,12 +69,12 @@ def first_bad_value(recorder: Recorder) -> Blame | None:
         passed, received = measure(call.passed), measure(call.received)
         if is_bad(passed) and call.parent is None:
             return Blame("forward", None, "data", outputs=passed)
-        if is_bad(passed) and not bad.was_answered_before(call):
+        if is_bad(passed):
             parent: Any = call.parent
             last = _finished_before(parent, time)
             inputs = measure(last.outputs if last else parent.received)
             return Blame("forward", parent, "code", last, call, inputs, passed)
-        if is_bad(received) and not is_bad(passed):
+        if is_bad(received):
             return Blame("forward", call, "cast", inputs=passed, outputs=received)
     return None
 
@@ -85,12 +85,9 @@ class _Bad:
     def __init__(self, calls: Sequence[Call]):
         self._bad = {id(call): is_bad(measure(call.outputs)) for call in calls}
         self._users: dict[int, list[Call]] = {}
-        self._makers: dict[int, Call] = {}
         for call in calls:
             for tensor in floats(call.passed):
                 self._users.setdefault(id(tensor), []).append(call)
-            for tensor in floats(call.outputs):
-                self._makers.setdefault(id(tensor), call)
 
     def outputs_of(self, call: Call) -> bool:
         """Tell whether any output is not finite."""
@@ -100,11 +97,6 @@ class _Bad:
         """Tell whether all layers that take the outputs as they are end in finite numbers."""
         users = [u for tensor in floats(call.outputs) for u in self._users.get(id(tensor), [])]
         return bool(users) and all(not self._bad[id(u)] or self.is_answered(u) for u in users)
-
-    def was_answered_before(self, call: Call) -> bool:
-        """Tell whether what `call` is given is the output of a call that does no harm."""
-        makers = [self._makers.get(id(tensor)) for tensor in floats(call.passed)]
-        return any(m is not None and self._bad[id(m)] for m in makers)
 
 
 def _finished_before(parent: Call, time: int) -> Call | None:

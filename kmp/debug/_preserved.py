@@ -19,10 +19,11 @@ from kmp._types import Variable
 class Preserved:
     """A context that leaves a model, its training state and the random state as they were.
 
-    Variables (weights, BatchNorm statistics, layers' seeds, metrics, the optimizer's state), the
-    layers' collected losses, the loss object that the first training step builds, and the random
-    states of Python, NumPy, Keras and the backend. Dtype policies are put back by who swaps them.
-    `restore` does it in between, so that the next replay draws the same dropout masks.
+    Variables (weights, BatchNorm statistics, layers' seeds, metrics), the layers' collected losses,
+    the loss object that the first training step builds, and the random states of Python, NumPy,
+    Keras and the backend. Dtype policies are put back by who swaps them; nothing steps the
+    optimizer or calls a cached function. `restore` puts it all back in between, so that the next
+    replay draws the same dropout masks.
 
     Args:
         model: a built `keras.Model`.
@@ -79,8 +80,6 @@ class Preserved:
 
 
 def _variables(model: Any) -> list[Variable]:
-    optimizer = getattr(model, "optimizer", None)
+    """What a forward pass and a loss may write to. The optimizer is not asked to step."""
     variables = [*model.variables, *getattr(model, "metrics_variables", [])]
-    if optimizer is not None:
-        variables += optimizer.variables
     return list({id(v): v for v in variables}.values())

@@ -96,6 +96,7 @@ class Restless(layers.Layer):
 
     def call(self, x, training=False):
         self.count.assign_add(1.0)
+        self.add_loss(ops.zeros(()))
         random.random()
         np.random.normal()
         if BACKEND == "torch":
