@@ -84,6 +84,7 @@ class _Bad:
 
     def __init__(self, calls: Sequence[Call]):
         self._bad = {id(call): is_bad(measure(call.outputs)) for call in calls}
+        self._answered: dict[int, bool] = {}
         self._users: dict[int, list[Call]] = {}
         for call in calls:
             for tensor in floats(call.passed):
@@ -95,8 +96,13 @@ class _Bad:
 
     def is_answered(self, call: Call) -> bool:
         """Tell whether all layers that take the outputs as they are end in finite numbers."""
-        users = [u for tensor in floats(call.outputs) for u in self._users.get(id(tensor), [])]
-        return bool(users) and all(not self._bad[id(u)] or self.is_answered(u) for u in users)
+        if id(call) not in self._answered:
+            takers = [u for x in floats(call.outputs) for u in self._users.get(id(x), [])]
+            later = [u for u in takers if u.span[0] > call.span[1]]  # not itself, not its children
+            self._answered[id(call)] = bool(later) and all(
+                not self._bad[id(u)] or self.is_answered(u) for u in later
+            )
+        return self._answered[id(call)]
 
 
 def _finished_before(parent: Call, time: int) -> Call | None:

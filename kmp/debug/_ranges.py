@@ -43,8 +43,8 @@ class LayerRange:
         activations: what becomes of its output, by half dtype.
         max_gradient: the largest absolute gradient that arrives at its output or goes to its
             variables, unscaled; NaN without targets.
-        gradients: what becomes of those gradients, by half dtype; in float16 times the advised loss
-            scale. Empty without targets.
+        gradients: what becomes of those gradients times the advised loss scale, by half dtype.
+            Empty without targets.
     """
 
     path: str
@@ -125,7 +125,4 @@ def advised_scale(peak: float) -> float:
 
 def _shares(arrays: list[np.ndarray], scale: float | None) -> dict[str, Share]:
     values = np.concatenate([a.ravel() for a in arrays])
-    return {
-        dtype: Share(*shares(values, dtype, scale if scale and dtype == "float16" else 1.0))
-        for dtype in HALF_DTYPES
-    }
+    return {dtype: Share(*shares(values, dtype, scale or 1.0)) for dtype in HALF_DTYPES}

@@ -108,7 +108,7 @@ def test_ranges_use_the_ends_of_each_format():
     assert row.gradients == {}
 
 
-def test_gradient_rows_are_scaled_for_float16_alone():
+def test_gradient_rows_are_scaled():
     inputs = keras.Input((1,))
     layer = layers.Dense(2, use_bias=False, kernel_initializer="ones", name="w")
     model = keras.Model(inputs, layer(inputs))

@@ -164,6 +164,14 @@ def test_a_mask_of_minus_inf_before_a_softmax_is_meant():
     assert report.path == "mask", str(report)
 
 
+def test_layers_that_hand_on_what_they_are_given():
+    """Their output is their input, the same tensor."""
+    loud = layers.Rescaling(6e4, name="loud", dtype=HALF)
+    stack = [ones(4, "first"), loud, layers.Identity(dtype=HALF), layers.Identity(dtype=HALF)]
+    report = kmp.debug.locate_nonfinite(sequential(*stack), X)
+    assert report.path.endswith("loud"), str(report)
+
+
 def test_the_loss():
     model = compiled(sequential(ones(1, "last", "float32")))
     report = kmp.debug.locate_nonfinite(model, X * 1e10, np.full((2, 1), 3e30))
