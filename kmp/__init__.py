@@ -1,6 +1,6 @@
 """kmp: mixed precision for Keras 3 that never loses a run."""
 
-from kmp import callbacks, layers
+from kmp import callbacks, debug, layers
 from kmp._version import __version__
 from kmp.audit import audit
 from kmp.autocasting import autocast
@@ -28,6 +28,7 @@ __all__ = [
     "callbacks",
     "cast_to_full",
     "cast_to_half",
+    "debug",
     "formats",
     "get_policy",
     "half_dtype",

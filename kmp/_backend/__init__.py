@@ -21,6 +21,13 @@ if keras.backend.backend() == "tensorflow":
         verdict,
     )
     from kmp._backend.tensorflow_distribute import step_on_replicas
+    from kmp._backend.tensorflow_replay import (
+        compiled_bytes,
+        gradients,
+        is_concrete,
+        random_state,
+        watch_gradient,
+    )
 elif keras.backend.backend() == "jax":
     from kmp._backend.dense_gradients import (
         gradient_rows,
@@ -37,6 +44,13 @@ elif keras.backend.backend() == "jax":
         restore_after_skip,
         step_on_replicas,
         verdict,
+    )
+    from kmp._backend.jax_replay import (
+        compiled_bytes,
+        gradients,
+        is_concrete,
+        random_state,
+        watch_gradient,
     )
 elif keras.backend.backend() == "torch":
     from kmp._backend.dense_gradients import (
@@ -55,6 +69,13 @@ elif keras.backend.backend() == "torch":
         step_on_replicas,
         verdict,
     )
+    from kmp._backend.torch_replay import (
+        compiled_bytes,
+        gradients,
+        is_concrete,
+        random_state,
+        watch_gradient,
+    )
 else:
     raise ImportError(
         "kmp runs on the Keras backends tensorflow, jax and torch. Received: "
@@ -65,14 +86,19 @@ else:
 __all__ = [
     "all_reduce_sum",
     "apply_if",
+    "compiled_bytes",
     "device",
     "gradient_rows",
     "gradient_values",
+    "gradients",
+    "is_concrete",
     "map_gradient_values",
     "matmul_float32",
     "platform",
+    "random_state",
     "read",
     "restore_after_skip",
     "step_on_replicas",
     "verdict",
+    "watch_gradient",
 ]

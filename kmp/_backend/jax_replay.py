@@ -1,0 +1,80 @@
+"""What a replay in the debugging tools asks of JAX."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+from jax import numpy as jnp
+
+from kmp._types import Gradient, Tensor, Variable
+
+
+def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
+    """`x`, whose gradient is handed to `record` on its way back, unless it is being traced."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    def backward(_, gradient):
+        if is_concrete(gradient) and gradient.dtype != jax.dtypes.float0:
+            record(gradient)
+        return (gradient,)
+
+    identity.defvjp(lambda x: (x, None), backward)
+    return identity(x)
+
+
+def gradients(
+    loss: Callable[[], Tensor], variables: list[Variable]
+) -> tuple[Tensor, list[Gradient]]:
+    """Call `loss` eagerly; return its value and its gradients, which pass through what it calls."""
+
+    def function(values):
+        mapping = list(zip(variables, values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
+            return loss()
+
+    value, pull_back = jax.vjp(function, [v.value for v in variables])
+    return value, pull_back(jnp.ones_like(value))[0]
+
+
+def is_concrete(x: Any) -> bool:
+    """Tell whether `x` holds numbers, which inside `jax.lax.scan` and `jax.jit` it does not."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def random_state() -> Callable[[], None]:
+    """Nothing to put back: JAX's random functions have no state."""
+    return lambda: None
+
+
+def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]) -> int | None:
+    """What XLA needs beside arguments and results to compute the gradient of `loss`.
+
+    Args:
+        model: the model that `loss` calls.
+        specs: (shape, dtype) of each of its inputs.
+        loss: a function of the list of inputs.
+    """
+
+    def step(trained, others, inputs):
+        def function(values):
+            mapping = list(zip(model.trainable_variables, values, strict=True))
+            mapping += list(zip(model.non_trainable_variables, others, strict=True))
+            with keras.StatelessScope(state_mapping=mapping):
+                return loss(inputs)
+
+        return jax.grad(function)(trained)
+
+    def spec(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    arguments = (
+        [spec(v.shape, v.dtype) for v in model.trainable_variables],
+        [spec(v.shape, v.dtype) for v in model.non_trainable_variables],
+        [spec(*each) for each in specs],
+    )
+    analysis = jax.jit(step).lower(*arguments).compile().memory_analysis()
+    return None if analysis is None else int(analysis.temp_size_in_bytes)

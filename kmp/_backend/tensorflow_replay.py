@@ -1,0 +1,52 @@
+"""What a replay in the debugging tools asks of TensorFlow."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context  # no public way to the state of the random seeds
+
+from kmp._types import Gradient, Tensor, Variable
+
+
+def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
+    """`x`, whose gradient is handed to `record` on its way back, unless it is being traced."""
+
+    @tf.custom_gradient
+    def identity(x):
+        def backward(gradient):
+            if is_concrete(gradient):
+                record(gradient)
+            return gradient
+
+        return tf.identity(x), backward
+
+    return identity(x)
+
+
+def gradients(
+    loss: Callable[[], Tensor], variables: list[Variable]
+) -> tuple[Tensor, list[Gradient]]:
+    """Call `loss` eagerly; return its value and its gradients, which pass through what it calls."""
+    with tf.GradientTape() as tape:
+        value = loss()
+    return value, tape.gradient(value, [v.value for v in variables])
+
+
+def is_concrete(x: Any) -> bool:
+    """Tell whether `x` holds numbers, which inside a `tf.function` it does not."""
+    return not tf.is_symbolic_tensor(x)
+
+
+def random_state() -> Callable[[], None]:
+    """Keep the state of the operations' seeds; call the result to put it back."""
+    generator = getattr(context.context(), "_rng", None)
+    if generator is None:
+        return lambda: None
+    state = generator.getstate()
+    return lambda: generator.setstate(state)
+
+
+def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]) -> int | None:
+    """None: this backend has no compiler that says."""
+    return None

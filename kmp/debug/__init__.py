@@ -1,0 +1,27 @@
+"""Which layer, and why: tools that look at one batch and change nothing."""
+
+from kmp.debug._ranges import LayerRange, Share
+from kmp.debug.diagnosis import Diagnosis, diagnose
+from kmp.debug.memory import MemoryReport, MemoryUse, memory_report
+from kmp.debug.noise import sqnr
+from kmp.debug.nonfinite import NonfiniteReport, locate_nonfinite
+from kmp.debug.precisions import LayerPrecision, PrecisionReport, compare_precisions
+from kmp.debug.stats import TensorStats, tensor_stats
+
+__all__ = [
+    "Diagnosis",
+    "LayerPrecision",
+    "LayerRange",
+    "MemoryReport",
+    "MemoryUse",
+    "NonfiniteReport",
+    "PrecisionReport",
+    "Share",
+    "TensorStats",
+    "compare_precisions",
+    "diagnose",
+    "locate_nonfinite",
+    "memory_report",
+    "sqnr",
+    "tensor_stats",
+]

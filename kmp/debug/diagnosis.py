@@ -1,0 +1,255 @@
+"""Which layers have to stay in float32, and which loss scale fits."""
+
+import dataclasses
+import math
+from typing import Any
+
+import keras
+from keras import ops
+
+from kmp._arguments import number
+from kmp._types import Tree
+from kmp.debug._arguments import check_model
+from kmp.debug._policies import Unit, checked_policy, under, under_map, units_of
+from kmp.debug._preserved import Preserved
+from kmp.debug._ranges import HALF_DTYPES, LayerRange, ranges_of
+from kmp.debug._replay import Batch, as_batch, call_model, floats
+from kmp.debug.nonfinite import first_blame
+from kmp.debug.precisions import output_sqnr, quality_of
+from kmp.trees import all_finite
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """What half precision does to a model, and what to do; see `diagnose`.
+
+    Attributes:
+        policy: a `keras.dtype_policies.DTypePolicyMap` by `layer.path`.
+        float32_layers: the paths of the layers that stay in float32, with what is inside of them.
+        without_path: the names of those among them to which Keras gives no path, so that no map
+            reaches them (pooling, activations): give them `dtype="float32"` themselves.
+        sqnr: dB of the model's output under `policy`, measured.
+        sqnr_before: dB with all layers in half precision.
+        target_sqnr: dB that were asked for.
+        loss_scale: the advised loss scale for float16, a power of two; None without targets.
+        gradients_finite: whether all gradients are finite under `policy` with that scale; None
+            without targets.
+        ranges: for each call of a layer what its numbers would become in half precision.
+
+    Example:
+
+    >>> policy = keras.dtype_policies.DTypePolicyMap("mixed_float16")
+    >>> print(Diagnosis(policy, (), (), 60.0, 60.0, 40.0, 1024.0, True, ()))
+    mixed_float16 everywhere: output SQNR 60.0 dB (asked for 40 dB)
+    advised loss scale 1024: all gradients finite
+    """
+
+    policy: keras.dtype_policies.DTypePolicyMap
+    float32_layers: tuple[str, ...]
+    without_path: tuple[str, ...]
+    sqnr: float
+    sqnr_before: float
+    target_sqnr: float
+    loss_scale: float | None
+    gradients_finite: bool | None
+    ranges: tuple[LayerRange, ...]
+
+    def __str__(self) -> str:
+        name = self.policy.default_policy.name
+        kept = f" but for {', '.join(self.float32_layers)}" * bool(self.float32_layers)
+        before = f", {self.sqnr_before:.1f} dB without them" * bool(self.float32_layers)
+        head = (
+            f"{name} everywhere{kept}: output SQNR {self.sqnr:.1f} dB (asked for "
+            f"{self.target_sqnr:g} dB{before})"
+        )
+        lines = [head]
+        if self.without_path:
+            names = ", ".join(self.without_path)
+            lines.append(f"no map reaches {names}: write dtype='float32' there")
+        if self.loss_scale is not None:
+            finite = "all gradients finite" if self.gradients_finite else "some gradients overflow"
+            lines.append(f"advised loss scale {self.loss_scale:g}: {finite}")
+        if not self.ranges:
+            return "\n".join(lines)
+        width = max(len(row.path) for row in self.ranges)
+        columns = [f"{d} {c}" for d in ("fp16", "bf16") for c in ("over", "lost", "degr")]
+        titles = "  ".join(f"{c:>9}" for c in columns)
+        lines.append(f"{'output of':<{width}}  {'max |y|':>9}  {titles}")
+        lines += [_line(r.path, r.max_abs, r.activations, width) for r in self.ranges]
+        if any(r.gradients for r in self.ranges):
+            lines.append(f"{'gradient at':<{width}}  {'max |g|':>9}  {titles}")
+            rows = [r for r in self.ranges if r.gradients]
+            lines += [_line(r.path, r.max_gradient, r.gradients, width) for r in rows]
+        return "\n".join(lines)
+
+
+def _line(path: str, largest: float, shares: dict[str, Any], width: int) -> str:
+    values = [v for dtype in HALF_DTYPES for v in dataclasses.astuple(shares[dtype])]
+    return f"{path:<{width}}  {largest:>9.3g}  " + "  ".join(f"{v:>9.2%}" for v in values)
+
+
+def diagnose(
+    model: keras.Model,
+    x: Tree,
+    y: Tree = None,
+    policy: str = "mixed_float16",
+    target_sqnr: float = 40.0,
+    verbose: int = 0,
+) -> Diagnosis:
+    """Find the fewest layers that have to stay in float32, and the loss scale that fits.
+
+    One float32 pass says which share of each layer's activations and gradients would overflow, be
+    lost or be degraded in float16 and in bfloat16. Then the layers are tried: each alone in half
+    precision, to rank them by what they cost the output; all in half precision but for the worst
+    one, two, three, until the output has `target_sqnr`; and without each of those again, so that
+    none is kept that could go. With targets, layers whose gradients overflow at the advised loss
+    scale are kept too. The map is run before it is returned: `sqnr` is measured.
+
+    Use the map with `keras.config.set_dtype_policy(report.policy)` before the model is built anew
+    under the same names, with `kmp.scaled(optimizer)`, since Keras scales no loss under a map.
+
+    A layer moves with the layers in it. All runs are eager; everything is put back. One run for
+    each layer, and a few more.
+
+    Args:
+        model: a built model that is finite in float32; compiled, if `y` is given.
+        x: one batch, as `fit` takes it.
+        y: its targets, for the gradients of the compiled loss.
+        policy: the policy of the other layers, "mixed_float16" or "mixed_bfloat16".
+        target_sqnr: dB that the model's output, in inference mode, is to have against float32. A
+            single rounding leaves 74 dB in float16 and 56 dB in bfloat16.
+        verbose: 1 shows a progress bar.
+
+    Returns:
+        A `Diagnosis`; print it.
+
+    Raises:
+        ValueError: the model is not built, not compiled, or not finite in float32; `policy` does
+            not compute in half precision; `target_sqnr` is no number.
+
+    Example:
+
+    >>> model = keras.Sequential([
+    ...     keras.Input((4,)),
+    ...     keras.layers.Dense(4, name="a"),
+    ...     keras.layers.Lambda(lambda x: (x + 3000) - 3000, name="rough"),
+    ...     keras.layers.Dense(2, name="b"),
+    ... ])
+    >>> report = diagnose(model, np.ones((2, 4)), policy="mixed_bfloat16")
+    >>> report.float32_layers, report.sqnr > 40
+    (('sequential.../rough',), True)
+    >>> report.policy[model.get_layer("rough").path].compute_dtype
+    'float32'
+
+    Source: the range histograms of Micikevicius et al., "Mixed Precision Training" (2018), fig. 2.
+    """
+    check_model(model, "diagnose", loss=y is not None)
+    policy = checked_policy(policy)
+    target_sqnr = number("target_sqnr", target_sqnr, "diagnose")
+    batch = (as_batch(x), as_batch(y), None)
+    with Preserved(model) as preserved:
+        with under(model, "float32"):
+            outputs = call_model(model, batch[0], training=False)
+            _check_finite(outputs)
+            ranges, scale = ranges_of(model, batch, y is not None, preserved)
+        search = _Search(model, batch, outputs, policy, target_sqnr, preserved)
+        search.keep_for_the_output(verbose)
+        finite = None
+        if scale is not None:
+            used = scale if search.dtype == "float16" else 1.0
+            finite = search.keep_for_the_gradients(used)
+        return Diagnosis(
+            policy=search.policies(),
+            float32_layers=tuple(unit.path for unit in search.kept),
+            without_path=tuple(layer.name for layer in search.without_path()),
+            sqnr=search.sqnr(),
+            sqnr_before=search.before,
+            target_sqnr=target_sqnr,
+            loss_scale=scale,
+            gradients_finite=finite,
+            ranges=tuple(ranges),
+        )
+
+
+class _Search:
+    """The layers that are kept in float32, and what that gives."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        batch: Batch,
+        outputs: Tree,
+        policy: str,
+        target: float,
+        preserved: Preserved,
+    ):
+        self.model, self.batch, self.outputs = model, batch, outputs
+        self.policy, self.target, self.preserved = policy, target, preserved
+        self.dtype = keras.dtype_policies.get(policy).compute_dtype
+        self.units = units_of(model)
+        self.kept: list[Unit] = []
+        self.before = self.sqnr()
+
+    def policies(self) -> keras.dtype_policies.DTypePolicyMap:
+        """The map."""
+        policies = keras.dtype_policies.DTypePolicyMap(keras.dtype_policies.get(self.policy))
+        for unit in self.kept:
+            for layer in unit.layers:
+                if layer.path:
+                    policies[layer.path] = keras.dtype_policies.get("float32")
+        return policies
+
+    def without_path(self) -> list[keras.Layer]:
+        """The layers that are kept and that no map reaches."""
+        return [unit.head for unit in self.kept if not unit.head.path]
+
+    def swapped(self) -> Any:
+        """Within, the model computes as the map says."""
+        return under_map(self.model, self.policies(), self.without_path())
+
+    def sqnr(self) -> float:
+        """dB of the output under the map; NaN where the model does not run so."""
+        return quality_of(self.model, self.batch[0], self.outputs, self.swapped, self.preserved)
+
+    def keep_for_the_output(self, verbose: int) -> None:
+        """Keep the worst until the target is reached, then drop what it does not need."""
+        progress = keras.utils.Progbar(len(self.units), verbose=verbose, unit_name="layer")
+        cost = {}
+        for unit in self.units:
+            alone = output_sqnr(
+                self.model, self.batch[0], self.outputs, self.policy, unit, self.preserved
+            )
+            cost[unit] = math.inf if math.isnan(alone) else alone
+            progress.add(1)
+        ranked = sorted(self.units, key=cost.__getitem__)
+        while not self.sqnr() >= self.target and len(self.kept) < len(ranked):
+            self.kept.append(ranked[len(self.kept)])
+        for unit in self.kept[::-1]:
+            before = self.kept
+            self.kept = [other for other in before if other is not unit]
+            if not self.sqnr() >= self.target:
+                self.kept = before
+
+    def keep_for_the_gradients(self, scale: float) -> bool:
+        """Keep what overflows in a training step; tell whether everything is finite in the end."""
+        for _ in range(len(self.units) + 1):
+            with self.swapped():
+                blame = first_blame(self.model, self.batch, scale, self.preserved)
+            if blame is None:
+                return True
+            unit = self._unit_of(blame.call.layer) if blame.call else None
+            if unit is None or unit in self.kept:
+                return False
+            self.kept.append(unit)
+        return False
+
+    def _unit_of(self, layer: Any) -> Unit | None:
+        return next((u for u in self.units if any(layer is x for x in u.layers)), None)
+
+
+def _check_finite(outputs: Tree) -> None:
+    if not bool(ops.convert_to_numpy(all_finite(floats(outputs)))):
+        raise ValueError(
+            "`model` of diagnose must be finite in float32. Received: a batch for which its output "
+            "is not. kmp.debug.locate_nonfinite(model, x, y) names the layer."
+        )

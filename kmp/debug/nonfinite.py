@@ -1,0 +1,218 @@
+"""Which layer was the first to leave the range, forward or backward, and why."""
+
+import dataclasses
+
+import keras
+import numpy as np
+from keras import ops
+
+from kmp._arguments import scale_number
+from kmp._types import Tree
+from kmp.debug._arguments import check_model, loss_scale_of
+from kmp.debug._blame import Blame, Cotangents, first_bad_value, is_bad, measure
+from kmp.debug._causes import backward_cause, forward_cause
+from kmp.debug._policies import under
+from kmp.debug._preserved import Preserved
+from kmp.debug._replay import Batch, as_batch, backward, forward
+from kmp.debug.stats import TensorStats, tensor_stats
+
+
+@dataclasses.dataclass(frozen=True)
+class NonfiniteReport:
+    """The first place that is not finite; see `locate_nonfinite`.
+
+    Attributes:
+        phase: "forward", "loss" or "backward"; None if everything is finite.
+        path: `layer.path` of the layer to blame, with the number of the call if it is not the
+            layer's first; None if no layer is.
+        part: where in it: "layer" (its computation), "code" (its own code around its children),
+            "cast" (of its inputs to its compute dtype), "weights" (the reduction to the gradients
+            of its variables alone), "data" (the batch itself), "loss", or
+            "model" (nothing smaller was found).
+        dtype: what the layer computes in; None without a layer.
+        after: path of the child after which the code went wrong, in the order of execution.
+        before: path of the child before which it did.
+        inputs: statistics of what came in: forward the inputs, backward the incoming gradients.
+        outputs: statistics of what came out, the first that is not finite.
+        variables: paths of the variables whose gradients are not finite.
+        cause: what is known about why, in words.
+        scale: the loss scale.
+
+    Example:
+
+    >>> print(NonfiniteReport(scale=1024.0))
+    Every value and every gradient of this batch is finite at loss scale 1024.
+    """
+
+    phase: str | None = None
+    path: str | None = None
+    part: str | None = None
+    dtype: str | None = None
+    after: str | None = None
+    before: str | None = None
+    inputs: tuple[TensorStats, ...] = ()
+    outputs: tuple[TensorStats, ...] = ()
+    variables: tuple[str, ...] = ()
+    cause: str = ""
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        if self.phase is None:
+            if self.scale is None:
+                return "Every value of this batch is finite in the forward pass."
+            return (
+                "Every value and every gradient of this batch is finite at loss scale "
+                f"{self.scale:g}."
+            )
+        lines = [f"{self.phase.upper()}: {self._what()}"]
+        lines += [f"  in:    {s}" for s in self.inputs] + [f"  out:   {s}" for s in self.outputs]
+        if self.variables:
+            lines.append(f"  gradients not finite: {', '.join(self.variables)}")
+        return "\n".join([*lines, f"  cause: {self.cause}"] if self.cause else lines)
+
+    def _what(self) -> str:
+        if self.part == "loss":
+            if self.phase == "loss":
+                return "the outputs are finite, the loss is not"
+            return "the gradient is not finite where it leaves the loss"
+        if self.part == "data":
+            return "the batch itself is not finite"
+        if self.path is None:
+            return (
+                "the outputs"
+                if self.part == "model"
+                else "gradients of variables that belong to no layer"
+            )
+        layer = f"{self.path} ({self.dtype})"
+        if self.part == "weights":
+            return f"the reduction to the gradients of the weights of {layer}"
+        if self.part == "cast":
+            return f"the cast of the inputs of {layer}"
+        places = [f"after {self.after}"] * bool(self.after)
+        places += [f"before {self.before}"] * bool(self.before)
+        if self.part == "code":
+            return f"the code of {layer} itself, {' and '.join(places)}"
+        return layer
+
+
+def locate_nonfinite(
+    model: keras.Model,
+    x: Tree,
+    y: Tree = None,
+    sample_weight: Tree = None,
+    scale: float | None = None,
+) -> NonfiniteReport:
+    """Name the first layer, forward or backward, whose output or gradient leaves the range.
+
+    Replays one batch, eagerly: forward as in training, then, if all of it is finite and `y` is
+    given, backward from the compiled loss times the loss scale. The layer to blame is run once more
+    in float32, to tell a number that is too large for its dtype from one that is wrong in any.
+    Sequential, functional and subclassed models, nested and shared layers. Everything is put back:
+    weights, statistics, metrics, the optimizer, dtype policies, random states; also when the model
+    raises.
+
+    Call it with the batch and the weights of the step that overflowed (after a skipped step the
+    weights are still those). XLA may keep float32 inside what it fuses: a replay can overflow where
+    the compiled step does not, and the other way round. Inside scans (an RNN on JAX) and other
+    compiled code the layer around them is named.
+
+    Args:
+        model: a built model; compiled, if `y` is given.
+        x: one batch, as `fit` takes it: an array or a nested structure of arrays.
+        y: its targets; None looks at the forward pass alone.
+        sample_weight: its weights, if there are any.
+        scale: the loss scale; by default what the optimizer would multiply the loss with now.
+
+    Returns:
+        A `NonfiniteReport`; print it.
+
+    Raises:
+        ValueError: the model is not built, or not compiled; `scale` cannot be a loss scale.
+
+    Example:
+
+    >>> model = keras.Sequential([
+    ...     keras.Input((4,)),
+    ...     keras.layers.Dense(4, kernel_initializer="ones", name="fine", dtype="mixed_float16"),
+    ...     keras.layers.Rescaling(300.0, name="loud", dtype="mixed_float16"),
+    ... ])
+    >>> print(locate_nonfinite(model, np.full((1, 4), 100.0)))
+    FORWARD: ...loud (float16)
+      in:    float16[1, 4] on ..., from 400 to 400
+      out:   float16[1, 4] on ..., 4 inf
+      cause: finite in float32 (largest 1.2e+05): it left float16 (at most 65504). ...
+    """
+    check_model(model, "locate_nonfinite", loss=y is not None)
+    if scale is not None:
+        scale = scale_number("scale", scale, "locate_nonfinite")
+    batch = (as_batch(x), as_batch(y), as_batch(sample_weight))
+    with Preserved(model) as preserved:
+        if y is None:
+            blame = first_blame(model, batch, None, preserved)
+            return _report(blame, _cause(model, batch, blame, 1.0, preserved), None)
+        scale = loss_scale_of(model) if scale is None else scale
+        blame = first_blame(model, batch, scale, preserved)
+        return _report(blame, _cause(model, batch, blame, scale, preserved), scale)
+
+
+def first_blame(
+    model: keras.Model, batch: Batch, scale: float | None, preserved: Preserved
+) -> Blame | None:
+    """Replay a batch; the first place that is not finite, None if there is none.
+
+    Args:
+        model: the model, under the dtype policies that are to be looked at.
+        batch: x, y and sample_weight, as tensors.
+        scale: the loss scale; None for the forward pass alone.
+        preserved: what puts the state back before each replay.
+    """
+    preserved.restore()
+    recorder, outputs = forward(model, batch[0], training=True)
+    if is_bad(measure(outputs)):
+        blame = first_bad_value(recorder)
+        return blame or Blame("forward", None, "model", outputs=measure(outputs))
+    if scale is None:
+        return None
+    preserved.restore()
+    cotangents = Cotangents()
+    keys = {call.key for call in recorder.calls}
+    loss, gradients = backward(model, batch, scale, keys, cotangents.record)
+    if not np.isfinite(ops.convert_to_numpy(loss)):
+        return Blame("loss", None, "loss", inputs=measure(outputs), outputs=(tensor_stats(loss),))
+    return cotangents.first_bad(gradients, model.trainable_variables)
+
+
+def _cause(
+    model: keras.Model, batch: Batch, blame: Blame | None, scale: float, preserved: Preserved
+) -> str:
+    if blame is None:
+        return ""
+    if blame.phase == "loss":
+        return f"the outputs are finite, and the loss times {scale:g} is not"
+    if blame.phase == "forward":
+        return forward_cause(blame)
+    preserved.restore()
+    in_float32 = Cotangents()
+    with under(model, "float32"):
+        keys = {blame.place.key} if blame.place else set()
+        _, gradients = backward(model, batch, scale, keys, in_float32.record)
+    return backward_cause(blame, in_float32, gradients, model.trainable_variables, scale)
+
+
+def _report(blame: Blame | None, cause: str, scale: float | None) -> NonfiniteReport:
+    if blame is None:
+        return NonfiniteReport(scale=scale)
+    call = blame.call
+    return NonfiniteReport(
+        phase=blame.phase,
+        path=call.path if call else None,
+        part=blame.part,
+        dtype=call.dtype if call else None,
+        after=blame.after.path if blame.after else None,
+        before=blame.before.path if blame.before else None,
+        inputs=blame.inputs,
+        outputs=blame.outputs,
+        variables=blame.variables,
+        cause=cause,
+        scale=scale,
+    )

@@ -1,0 +1,262 @@
+"""What a lower precision changes, layer by layer, with the same weights."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from kmp import _backend
+from kmp._types import Gradient, Tree
+from kmp.debug._arguments import check_model, loss_scale_of
+from kmp.debug._policies import Unit, checked_policy, under, units_of
+from kmp.debug._preserved import Preserved
+from kmp.debug._ranges import advised_scale, max_abs
+from kmp.debug._replay import Batch, Call, Recorder, as_batch, backward, call_model, floats, forward
+from kmp.debug.noise import as_float64, sqnr, sqnr_of
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPrecision:
+    """A call of a layer in lower precision, against float32.
+
+    Attributes:
+        path: `layer.path`, with the number of the call if it is not the layer's first.
+        dtype: what it computes in under the lower policy.
+        max_abs: the largest finite absolute value of its float32 output.
+        nonfinite: how many values of the lower output are inf or NaN.
+        max_error: the largest absolute error that is finite.
+        max_relative_error: the largest error relative to a float32 value that is not zero.
+        cumulative_sqnr: dB of its output when all layers are lower: its own noise and that of all
+            layers before it.
+        local_sqnr: dB of its output when it alone is given the float32 inputs; NaN for what cannot
+            be run alone (a layer inside another, an operation).
+        output_sqnr: dB of the model's output when it alone (with the layers in it) is lower, what
+            keeping it in float32 would gain; NaN as above, or where the model does not run so.
+    """
+
+    path: str
+    dtype: str
+    max_abs: float
+    nonfinite: int
+    max_error: float
+    max_relative_error: float
+    cumulative_sqnr: float
+    local_sqnr: float
+    output_sqnr: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrecisionReport:
+    """A model under a lower policy, against float32; see `compare_precisions`.
+
+    Attributes:
+        policy: the lower policy.
+        rows: one for each call of a layer, in the order of execution.
+        output_sqnr: dB of the model's output.
+        gradient_sqnr: dB of each variable's gradient by its path; empty without targets.
+
+    Example:
+
+    >>> row = LayerPrecision("dense", "bfloat16", 4.0, 0, 0.01, 0.1, 52.0, 52.0, 55.0)
+    >>> PrecisionReport("mixed_bfloat16", (row,), 52.0, {}).worst()
+    ['dense']
+    """
+
+    policy: str
+    rows: tuple[LayerPrecision, ...]
+    output_sqnr: float
+    gradient_sqnr: dict[str, float]
+
+    def worst(self, n: int = 3) -> list[str]:
+        """The paths of the `n` layers that cost the output most, the worst first."""
+        order = sorted(
+            (row for row in self.rows if not math.isnan(row.output_sqnr)),
+            key=lambda row: row.output_sqnr,
+        )
+        return list(dict.fromkeys(row.path.split(" (call ")[0] for row in order))[:n]
+
+    def __str__(self) -> str:
+        width = max([len(row.path) for row in self.rows] + [5])
+        lines = [
+            f"{self.policy} against float32: output SQNR {_dB(self.output_sqnr)} dB",
+            f"{'layer':<{width}}  {'dtype':<8}  {'max |y|':>9}  {'inf/NaN':>7}  {'max err':>9}  "
+            f"{'rel err':>9}  {'SQNR dB':>7}  {'local':>6}  {'only it':>7}",
+        ]
+        for row in self.rows:
+            lines.append(
+                f"{row.path:<{width}}  {row.dtype:<8}  {row.max_abs:>9.3g}  {row.nonfinite:>7}  "
+                f"{row.max_error:>9.2g}  {row.max_relative_error:>9.2g}  "
+                f"{_dB(row.cumulative_sqnr):>7}  {_dB(row.local_sqnr):>6}  "
+                f"{_dB(row.output_sqnr):>7}"
+            )
+        if self.gradient_sqnr:
+            width = max(len(path) for path in self.gradient_sqnr)
+            lines.append(f"{'gradient':<{width}}  SQNR dB")
+            lines += [f"{p:<{width}}  {_dB(v):>7}" for p, v in self.gradient_sqnr.items()]
+        if self.worst():
+            lines.append(f"Costs the output most: {', '.join(self.worst())}")
+        return "\n".join(lines)
+
+
+def _dB(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1f}"
+
+
+def compare_precisions(
+    model: keras.Model,
+    x: Tree,
+    y: Tree = None,
+    policy: str = "mixed_float16",
+    verbose: int = 0,
+) -> PrecisionReport:
+    """Run a model in float32 and in lower precision with the same weights, and compare.
+
+    The cumulative SQNR of a layer holds the noise of all layers before it: it tells where noise
+    shows, not where it comes from. That, the local SQNR tells, and the output SQNR with only this
+    layer lower tells what it costs. Layers' dtype policies are swapped and put back, nothing is
+    cloned, and everything else is put back too. All runs are eager and in inference mode; both
+    runs' activations are held in memory. One more run for each layer.
+
+    Args:
+        model: a built model; compiled, if `y` is given.
+        x: one batch, as `predict` takes it.
+        y: its targets, for the gradients of the compiled loss (times the loss scale that the
+            optimizer has now, or a smaller one if float16 could not hold that, and divided by it).
+        policy: what to compare with, a name such as "mixed_float16" or "mixed_bfloat16".
+        verbose: 1 shows a progress bar.
+
+    Returns:
+        A `PrecisionReport`; print it.
+
+    Raises:
+        ValueError: the model is not built, or not compiled; `policy` does not compute in half
+            precision.
+
+    Example:
+
+    >>> model = keras.Sequential([
+    ...     keras.Input((4,)),
+    ...     keras.layers.Dense(4, name="a"),
+    ...     keras.layers.Lambda(lambda x: (x + 3000) - 3000, name="rough"),
+    ...     keras.layers.Dense(2, name="b"),
+    ... ])
+    >>> report = compare_precisions(model, np.ones((2, 4)), policy="mixed_bfloat16")
+    >>> [row.dtype for row in report.rows], report.worst(1)
+    (['bfloat16', 'bfloat16', 'bfloat16'], ['sequential.../rough'])
+    """
+    check_model(model, "compare_precisions", loss=y is not None)
+    policy = checked_policy(policy)
+    batch = (as_batch(x), as_batch(y), None)
+    with Preserved(model) as preserved:
+        with under(model, "float32"):
+            reference, outputs = forward(model, batch[0], training=False)
+        preserved.restore()
+        with under(model, policy):
+            lower, lower_outputs = forward(model, batch[0], training=False)
+        units = {unit.head: unit for unit in units_of(model)}
+        alone = {}
+        progress = keras.utils.Progbar(len(units), verbose=verbose, unit_name="layer")
+        for head, unit in units.items():
+            alone[head] = output_sqnr(model, batch[0], outputs, policy, unit, preserved)
+            progress.add(1)
+        found = {call.key: call for call in lower.calls}
+        rows = tuple(
+            _row(call, found[call.key], _local_sqnr(call, policy, units, preserved), alone)
+            for call in reference.calls
+            if call.key in found and floats(call.outputs) and _is_shown(call, alone)
+        )
+        gradients = {} if y is None else _gradient_sqnr(model, batch, policy, reference, preserved)
+    return PrecisionReport(policy, rows, sqnr_of(outputs, lower_outputs), gradients)
+
+
+def output_sqnr(
+    model: keras.Model, x: Tree, outputs: Tree, policy: str, unit: Unit, preserved: Preserved
+) -> float:
+    """The output SQNR in dB with only `unit` under `policy`; NaN where that does not run."""
+    return quality_of(model, x, outputs, lambda: under(model, policy, unit.layers), preserved)
+
+
+def quality_of(
+    model: keras.Model, x: Tree, outputs: Tree, policies: Callable, preserved: Preserved
+) -> float:
+    """The output SQNR in dB within `policies()`; NaN where the model does not run so.
+
+    A model's own code may not mix dtypes: TensorFlow adds no float16 to float32.
+    """
+    preserved.restore()
+    try:
+        with policies():
+            return sqnr_of(outputs, call_model(model, x, training=False))
+    except Exception:
+        return math.nan
+
+
+def _is_shown(call: Call, alone: dict) -> bool:
+    """Models that only call layers repeat the last row."""
+    return not isinstance(call.layer, keras.Model) or call.layer in alone
+
+
+def _local_sqnr(call: Call, policy: str, units: dict, preserved: Preserved) -> float:
+    layer: Any = call.layer
+    if layer not in units or isinstance(layer, keras.Model):
+        return math.nan
+    preserved.restore()
+    args, kwargs = call.passed
+    try:
+        with under(layer, policy):
+            return sqnr_of(call.outputs, layer(*args, **kwargs))
+    except Exception:
+        return math.nan
+
+
+def _row(call: Call, lower: Call, local: float, alone: dict) -> LayerPrecision:
+    pairs = list(zip(floats(call.outputs), floats(lower.outputs), strict=True))
+    right = np.concatenate([as_float64(a).ravel() for a, _ in pairs])
+    given = np.concatenate([as_float64(b).ravel() for _, b in pairs])
+    known = np.isfinite(right) & np.isfinite(given)
+    error = np.abs(right - given, where=known, out=np.zeros_like(right))
+    relative = error[right != 0] / np.abs(right[right != 0])
+    return LayerPrecision(
+        path=call.path,
+        dtype=lower.dtype,
+        max_abs=float(np.abs(right[np.isfinite(right)]).max(initial=0.0)),
+        nonfinite=int((~np.isfinite(given)).sum()),
+        max_error=float(error.max(initial=0.0)),
+        max_relative_error=float(relative.max(initial=0.0)),
+        cumulative_sqnr=sqnr(right, given),
+        local_sqnr=local,
+        output_sqnr=alone.get(call.layer, math.nan),
+    )
+
+
+def _gradient_sqnr(
+    model: keras.Model, batch: Batch, policy: str, reference: Recorder, preserved: Preserved
+) -> dict[str, float]:
+    peak = 0.0
+
+    def record(time, call, role, gradient):
+        nonlocal peak
+        peak = max(peak, max_abs([as_float64(gradient)]))
+
+    preserved.restore()
+    with under(model, "float32"):
+        keys = {call.key for call in reference.calls}
+        right = _numbers(backward(model, batch, 1.0, keys, record, training=False)[1])
+    peak = max(peak, max_abs([g for g in right if g is not None]))
+    scale = min(loss_scale_of(model), advised_scale(peak))
+    preserved.restore()
+    with under(model, policy):
+        given = _numbers(backward(model, batch, scale, set(), record, training=False)[1])
+    pairs = zip(model.trainable_variables, right, given, strict=True)
+    return {
+        variable.path: sqnr(a, b / scale)
+        for variable, a, b in pairs
+        if a is not None and b is not None
+    }
+
+
+def _numbers(gradients: list[Gradient]) -> list[Any]:
+    return [None if g is None else as_float64(_backend.gradient_rows(g)) for g in gradients]

@@ -1,0 +1,143 @@
+"""diagnose: the map, its smallest size, what it says of ranges, and the loss scale."""
+
+import keras
+import numpy as np
+import pytest
+from architectures import find, make, plant
+from keras import layers, ops
+
+import kmp
+
+
+class Contrast(layers.Layer):
+    """A variance as E[x^2] - E[x]^2, which bfloat16 has no digits for."""
+
+    def call(self, x):
+        mean = ops.mean(x, axis=(1, 2))
+        return ops.sqrt(ops.maximum(ops.mean(ops.square(x), (1, 2)) - ops.square(mean), 1e-3))
+
+
+def contrast_model(policy="float32"):
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(policy)
+    x = inputs = keras.Input((6, 6, 1))
+    x = layers.Conv2D(4, 3, activation="relu", name="conv")(x)
+    x = layers.Rescaling(1.0, offset=30.0, name="shift")(x)
+    x = Contrast(name="contrast")(x)
+    outputs = layers.Dense(3, name="logits")(x)
+    keras.config.set_dtype_policy("float32")
+    model = keras.Model(inputs, outputs)
+    random = np.random.default_rng(0)  # the same weights on every backend
+    model.set_weights([random.normal(size=v.shape) for v in model.weights])
+    return model
+
+
+IMAGES = np.random.default_rng(0).normal(size=(16, 6, 6, 1)).astype("float32")
+
+
+def test_the_one_layer_that_ruins_bfloat16():
+    diagnosis = kmp.debug.diagnose(
+        contrast_model(), IMAGES, policy="mixed_bfloat16", target_sqnr=30.0
+    )
+    assert diagnosis.float32_layers == ("contrast",)
+    assert diagnosis.sqnr >= 30.0 > 10.0 > diagnosis.sqnr_before
+    assert diagnosis.loss_scale is None
+    assert diagnosis.gradients_finite is None
+
+
+def test_the_map_does_in_a_new_model_what_was_measured():
+    model = contrast_model()
+    diagnosis = kmp.debug.diagnose(model, IMAGES, policy="mixed_bfloat16", target_sqnr=30.0)
+    rebuilt = contrast_model(diagnosis.policy)
+    assert rebuilt.get_layer("contrast").compute_dtype == "float32"
+    assert rebuilt.get_layer("conv").compute_dtype == "bfloat16"
+    rebuilt.set_weights(model.get_weights())
+    found = kmp.debug.sqnr(model(IMAGES, training=False), rebuilt(IMAGES, training=False))
+    assert found == pytest.approx(diagnosis.sqnr, abs=1e-6)
+
+
+def test_no_layer_is_kept_that_could_go():
+    """Of two faulty layers either is needed, of the others none."""
+    model, x, _ = make("residual")
+    for name in ("inner0", "outer1"):
+        plant(find(model, name), "underflow")
+    diagnosis = kmp.debug.diagnose(model, x)
+    assert set(diagnosis.float32_layers) == {"inner0", "outer1"}
+
+
+def test_more_is_asked_for_than_half_precision_has():
+    model, x, _ = make("autoencoder")
+    diagnosis = kmp.debug.diagnose(model, x, target_sqnr=500.0)
+    assert len(diagnosis.float32_layers) == 3
+    assert diagnosis.sqnr == float("inf")
+
+
+def test_a_layer_without_a_path_is_kept_and_said():
+    """Keras gives none to layers that it builds at once, and a map knows layers by their path."""
+    model, x, _ = make("cnn")
+    relu = find(model, "relu")
+    plant(relu, "underflow")
+    diagnosis = kmp.debug.diagnose(model, x)
+    assert relu.path is None
+    assert diagnosis.without_path == diagnosis.float32_layers == ("relu",)
+    assert "no map reaches relu: write dtype='float32' there" in str(diagnosis)
+
+
+def test_the_advised_scale_leaves_one_doubling():
+    """One weight, w = x = 1: d mse / d w = 2 (w - y) x; times the scale it is below 65504 / 2."""
+    inputs = keras.Input((1,))
+    layer = layers.Dense(1, use_bias=False, kernel_initializer="ones", name="w")
+    model = keras.Model(inputs, layer(inputs))
+    model.compile("sgd", loss="mse")
+    for y, expected in ((0.0, 2.0**13), (-999.0, 2.0**4), (1.0, 2.0**24)):
+        found = kmp.debug.diagnose(model, np.ones((1, 1)), np.full((1, 1), y))
+        assert found.loss_scale == expected
+        assert found.gradients_finite
+
+
+def test_ranges_use_the_ends_of_each_format():
+    inputs = keras.Input((4,))
+    outputs = layers.Rescaling(1.0, name="wide")(inputs)
+    values = np.array([[1e5, 1.0, 1e-6, 1e-9]])
+    (row,) = kmp.debug.diagnose(keras.Model(inputs, outputs), values).ranges
+    assert row.path == "wide"
+    assert row.max_abs == 1e5
+    half, brain = row.activations["float16"], row.activations["bfloat16"]
+    assert (half.overflow, half.lost, half.degraded) == (0.25, 0.25, 0.25)
+    assert (brain.overflow, brain.lost, brain.degraded) == (0.0, 0.0, 0.0)
+    assert row.gradients == {}
+
+
+def test_gradient_rows_are_scaled():
+    inputs = keras.Input((1,))
+    layer = layers.Dense(2, use_bias=False, kernel_initializer="ones", name="w")
+    model = keras.Model(inputs, layer(inputs))
+    model.compile("sgd", loss=keras.losses.MeanSquaredError(reduction="sum"))
+    y = np.array([[1 - 2.0**10, 1 - 2.0**-20]])  # gradients of 2**10 and 2**-20
+    (row,) = kmp.debug.diagnose(model, np.ones((1, 1)), y).ranges
+    assert row.max_gradient == 2.0**10
+    assert row.gradients["float16"].degraded == 0.5  # 2**-20 times the scale of 2**4
+    assert row.gradients["bfloat16"].degraded == 0.0
+
+
+def test_printing():
+    model, x, y = make("residual")
+    lines = str(kmp.debug.diagnose(model, x, y)).splitlines()
+    assert lines[0].startswith("mixed_float16 everywhere: output SQNR ")
+    assert lines[1].startswith("advised loss scale ")
+    assert lines[1].endswith(": all gradients finite")
+    assert lines[2].split()[:4] == ["output", "of", "max", "|y|"]
+    assert any(line.startswith("gradient at") for line in lines)
+
+
+def test_a_model_that_is_not_finite_in_float32_is_refused():
+    model, x, _ = make("residual")
+    plant(find(model, "outer0"), "nan")
+    with pytest.raises(ValueError, match=r"must be finite in float32\. .*locate_nonfinite"):
+        kmp.debug.diagnose(model, x)
+
+
+def test_the_target_must_be_a_number():
+    model, x, _ = make("residual")
+    with pytest.raises(ValueError, match="`target_sqnr` of diagnose must be a number"):
+        kmp.debug.diagnose(model, x, target_sqnr="high")

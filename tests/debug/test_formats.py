@@ -1,0 +1,51 @@
+"""The ends of the formats, against what the backends' own casts do."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from kmp.debug._formats import range_of, shares
+
+NUMBERS = {
+    "float16": [
+        65503,
+        65519,
+        65520,
+        1e9,
+        np.inf,
+        np.nan,
+        2.0**-25,
+        2.1**-24,
+        2.0**-24,
+        2.0**-14,
+        6e-5,
+    ],
+    "bfloat16": [3.38e38, 3.4e38, np.inf, np.nan, 1.0, 65520.0, 1e-30, 1e-7],
+}
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_shares_are_what_a_cast_does(dtype):
+    values = np.array([0.0, *NUMBERS[dtype]], "float32")
+    cast = ops.convert_to_numpy(ops.cast(ops.cast(ops.array(values), dtype), "float32"))
+    present = values != 0
+    limits = range_of(dtype)
+    overflow = ~np.isfinite(cast[present])
+    lost = cast[present] == 0
+    degraded = ~lost & (np.abs(cast[present]) < limits.smallest_normal)
+    expected = overflow.mean(), lost.mean(), degraded.mean()
+    assert shares(values, dtype) == pytest.approx(expected, abs=1e-12)
+    assert overflow.any()
+
+
+def test_the_scale_counts():
+    assert shares(np.array([1e-8], "float32"), "float16") == (0.0, 1.0, 0.0)
+    assert shares(np.array([1e-8], "float32"), "float16", 1024.0) == (0.0, 0.0, 1.0)
+    assert shares(np.array([1e-8], "float32"), "float16", 2.0**20) == (0.0, 0.0, 0.0)
+    assert shares(np.zeros(3, "float32"), "float16") == (0.0, 0.0, 0.0)
+
+
+def test_the_ends():
+    assert range_of("float16").largest == 65504
+    assert range_of("bfloat16").largest == 2.0**127 * (2 - 2.0**-7)
+    assert range_of("float16").smallest_subnormal == 2.0**-24

@@ -1,0 +1,90 @@
+"""memory_report: the hand count by hand, and XLA's answer where there is one."""
+
+import keras
+import numpy as np
+import pytest
+from architectures import make
+from keras import layers
+
+import kmp
+
+
+def mlp(optimizer="adam"):
+    model = keras.Sequential(
+        [keras.Input((16,)), layers.Dense(32, name="a"), layers.Dense(8, name="b")]
+    )
+    model.compile(optimizer, loss="mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    "optimizer, slots", [("adam", 2), ("sgd", 0), (kmp.scaled("adam"), 2), ("lion", 1)]
+)
+def test_the_hand_count(optimizer, slots):
+    report = kmp.debug.memory_report(mlp(optimizer), 10)
+    parameters = 16 * 32 + 32 + 32 * 8 + 8
+    outputs = 10 * (32 + 8)
+    found = {r.precision: (r.parameters, r.gradients, r.slots, r.activations) for r in report.rows}
+    n, s = parameters, parameters * slots
+    assert found == {
+        "float32": (4 * n, 4 * n, 4 * s, 4 * outputs),
+        "mixed half": (6 * n, 4 * n, 4 * s, 2 * outputs),
+        "pure half": (2 * n, 2 * n, 2 * s, 2 * outputs),
+    }
+    assert all(r.total == r.parameters + r.gradients + r.slots + r.activations for r in report.rows)
+
+
+def test_a_float32_head_is_counted_as_it_is():
+    model = keras.Sequential([keras.Input((16,)), kmp.layers.Float32OutputDense(8)])
+    full, mixed, _ = kmp.debug.memory_report(model, 10).rows
+    assert full.activations == mixed.activations == 4 * 80
+    assert full.slots == 0
+
+
+@pytest.mark.only("jax")
+def test_xla_needs_less_for_half_activations():
+    """Eight layers of 512 units and 4,096 samples: activations are nearly all there is."""
+    stack = [layers.Dense(512, activation="tanh", name=f"d{i}") for i in range(8)]
+    model = keras.Sequential([keras.Input((512,)), *stack])
+    full, mixed, pure = kmp.debug.memory_report(model, 4096).rows
+    assert full.activations == 8 * 4096 * 512 * 4
+    assert 0.5 * full.activations < full.compiled < 2 * full.activations
+    assert mixed.compiled is not None
+    assert pure.compiled is None
+
+
+@pytest.mark.only("tensorflow", "torch")
+def test_without_a_compiler_that_says():
+    assert [row.compiled for row in kmp.debug.memory_report(mlp(), 4).rows] == [None] * 3
+
+
+def test_nested_inputs_and_other_dtypes():
+    words, numbers = keras.Input((5,), dtype="int32", name="words"), keras.Input((4,), name="n")
+    x = layers.Flatten()(layers.Embedding(7, 3)(words))
+    inputs = {"words": words, "n": numbers}
+    model = keras.Model(inputs, layers.Concatenate()([x, numbers]))
+    full = kmp.debug.memory_report(model, 2).rows[0]
+    assert full.parameters == 4 * 21
+    assert full.activations >= 2 * 4 * (15 + 15 + 19)
+
+
+def test_nothing_changes():
+    model, x, y = make("cnn")
+    model.train_on_batch(x, y)
+    before = [np.array(w) for w in model.get_weights()]
+    kmp.debug.memory_report(model, 8)
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert {layer.compute_dtype for layer in model.layers} == {"float16"}
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 1.5, "many"])
+def test_the_batch_size_must_be_one(batch_size):
+    with pytest.raises(ValueError, match="`batch_size` of memory_report must be"):
+        kmp.debug.memory_report(mlp(), batch_size)
+
+
+def test_a_subclassed_model_is_told_what_to_do():
+    model, _, _ = make("subclassed")
+    with pytest.raises(ValueError, match=r"must know its inputs\. .*Write keras\.Model\(inputs"):
+        kmp.debug.memory_report(model, 8)

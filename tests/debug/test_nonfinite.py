@@ -1,0 +1,256 @@
+"""locate_nonfinite: each place at which a number can go wrong, and what the report says of it."""
+
+import keras
+import numpy as np
+import pytest
+from architectures import backward_through, make
+from keras import layers, ops
+
+import kmp
+
+HALF = "mixed_float16"
+X = np.ones((2, 4), "float32")
+
+
+def ones(units, name, dtype=HALF):
+    return layers.Dense(units, kernel_initializer="ones", name=name, dtype=dtype)
+
+
+def sequential(*stack, name="net"):
+    return keras.Sequential([keras.Input((4,)), *stack], name=name)
+
+
+def compiled(model, loss="mse", optimizer="sgd"):
+    model.compile(optimizer, loss=loss, auto_scale_loss=False)
+    return model
+
+
+class Block(layers.Layer):
+    """Its own code stands around two children."""
+
+    def __init__(self, before=1.0, between=1.0, after=1.0, **kwargs):
+        super().__init__(**kwargs)
+        self.before, self.between, self.after = before, between, after
+        self.up, self.down = (ones(4, name, dtype=self.dtype_policy) for name in ("up", "down"))
+
+    def build(self, shape):
+        self.up.build(shape)
+        self.down.build(shape)
+
+    def call(self, x):
+        x = self.up(self.step(x, self.before))
+        return self.step(self.down(self.step(x, self.between)), self.after)
+
+    def step(self, x, factor):
+        return x * factor
+
+
+class BackwardBlock(Block):
+    """The same for the gradient, which is multiplied and divided again."""
+
+    def step(self, x, factor):
+        return backward_through(x, ops.full((), factor, x.dtype))
+
+
+@pytest.mark.parametrize(
+    "place, after, before",
+    [("before", None, "up"), ("between", "up", "down"), ("after", "down", None)],
+)
+@pytest.mark.parametrize("block", [Block, BackwardBlock])
+def test_code_of_a_parent_is_placed_between_its_children(block, place, after, before):
+    layer = block(**{place: 6e4}, name="block", dtype=HALF)
+    model = compiled(sequential(ones(4, "first"), layer, ones(1, "last")))
+    report = kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1)), scale=1.0)
+    assert report.phase == ("forward" if block is Block else "backward"), str(report)
+    assert (report.part, report.dtype) == ("code", "float16"), str(report)
+    assert report.path.endswith("block")
+    names = [path and path.split("/")[-1] for path in (report.after, report.before)]
+    # Forward the code before the first child has only a follower, as has the code behind the last
+    # a predecessor. Backward too: the order is that of execution.
+    assert names == [after, before], str(report)
+    assert "float16" in report.cause
+    assert f"the code of {report.path}" in str(report)
+
+
+def test_a_shared_layer_is_named_with_its_call():
+    inputs = keras.Input((4,))
+    shared = ones(4, "shared")
+    outputs = shared(shared(shared(inputs) * 20.0) * 100.0)  # 4, 320, 128000
+    report = kmp.debug.locate_nonfinite(keras.Model(inputs, outputs), X)
+    assert report.path == "shared (call 3)"
+    assert [s.max_abs for s in report.inputs] == [32000.0]
+    assert report.inputs[0].nonfinite == 0
+    assert report.outputs[0].nonfinite == 8
+
+
+def test_an_operation_of_a_functional_model_is_named():
+    inputs = keras.Input((4,))
+    outputs = ops.square(ones(4, "first")(inputs) * 100.0)
+    model = keras.Model(inputs, outputs)
+    report = kmp.debug.locate_nonfinite(model, X)
+    assert report.path == "square"
+    assert report.dtype == "float16"
+
+
+def test_nested_models_are_looked_into():
+    inner = keras.Sequential(
+        [keras.Input((4,)), ones(4, "fine"), layers.Rescaling(6e4, name="loud", dtype=HALF)],
+        name="inner",
+    )
+    report = kmp.debug.locate_nonfinite(sequential(ones(4, "first"), inner), X)
+    assert report.path.split("/")[-1] == "loud"
+    assert report.phase == "forward"
+
+
+def test_the_cast_of_the_inputs():
+    report = kmp.debug.locate_nonfinite(sequential(ones(4, "first")), X * 1e5)
+    assert (report.part, report.dtype) == ("cast", "float16")
+    assert (report.inputs[0].dtype, report.outputs[0].dtype) == ("float32", "float16")
+    assert "largest 1e+05" in report.cause
+    assert "the cast of the inputs of" in str(report)
+
+
+def test_a_bad_batch_is_nobodys_fault():
+    report = kmp.debug.locate_nonfinite(sequential(ones(4, "first")), X * np.nan)
+    assert (report.phase, report.part, report.path) == ("forward", "data", None)
+    assert "the batch itself" in str(report)
+
+
+def test_weights_that_are_not_finite_are_named():
+    model = sequential(ones(4, "first"), ones(4, "second"))
+    kernel = model.get_layer("second").kernel
+    kernel.assign(ops.full((4, 4), np.nan))
+    report = kmp.debug.locate_nonfinite(model, X)
+    assert report.path.endswith("second")
+    assert report.cause == f"16 numbers of its variable {kernel.path} are not finite"
+
+
+def test_a_layer_in_float32_is_not_a_matter_of_precision():
+    layer = layers.Lambda(lambda x: ops.log(x - 100.0), name="log", dtype="float32")
+    report = kmp.debug.locate_nonfinite(sequential(ones(4, "first"), layer), X)
+    assert report.path.endswith("log")
+    assert "computes in float32, so not a matter of precision" in report.cause
+
+
+def test_bfloat16_ends_later_than_float16():
+    layer = layers.Rescaling(1e5, name="loud", dtype="mixed_bfloat16")
+    model = sequential(ones(4, "first", "mixed_bfloat16"), layer)
+    assert kmp.debug.locate_nonfinite(model, X).phase is None
+    layer = layers.Rescaling(300.0, name="loud", dtype="mixed_bfloat16")
+    model = sequential(ones(4, "first", "mixed_bfloat16"), layer)
+    report = kmp.debug.locate_nonfinite(model, X * 1e36)
+    assert report.path.endswith("loud")
+    assert "not finite in float32 either" in report.cause
+
+
+class Mask(layers.Layer):
+    """-inf for half of the features, as masks of attention are."""
+
+    def call(self, x):
+        return ops.add(ops.zeros_like(x), np.array([0, 0, -np.inf, -np.inf], "float16"))
+
+
+def test_a_mask_of_minus_inf_before_a_softmax_is_meant():
+    inputs = keras.Input((4,))
+    mask = Mask(dtype=HALF, name="mask")(inputs)
+    masked = layers.Add(dtype=HALF)([ones(4, "first")(inputs), mask])
+    outputs = layers.Softmax(name="softmax", dtype=HALF)(masked)
+    assert kmp.debug.locate_nonfinite(keras.Model(inputs, outputs), X).phase is None
+    fine = layers.Rescaling(100.0, name="fine", dtype=HALF)(outputs)
+    loud = layers.Rescaling(6e4, name="loud", dtype=HALF)(fine)
+    report = kmp.debug.locate_nonfinite(keras.Model(inputs, loud), X)
+    assert report.path == "loud", str(report)
+    report = kmp.debug.locate_nonfinite(keras.Model(inputs, layers.ReLU()(-masked)), X)
+    assert report.path == "mask", str(report)
+
+
+def test_layers_that_hand_on_what_they_are_given():
+    """Their output is their input, the same tensor."""
+    loud = layers.Rescaling(6e4, name="loud", dtype=HALF)
+    stack = [ones(4, "first"), loud, layers.Identity(dtype=HALF), layers.Identity(dtype=HALF)]
+    report = kmp.debug.locate_nonfinite(sequential(*stack), X)
+    assert report.path.endswith("loud"), str(report)
+
+
+def test_the_loss():
+    model = compiled(sequential(ones(1, "last", "float32")))
+    report = kmp.debug.locate_nonfinite(model, X * 1e10, np.full((2, 1), 3e30))
+    assert (report.phase, report.part, report.path) == ("loss", "loss", None)
+    assert "the outputs are finite, the loss is not" in str(report)
+
+
+def test_a_gradient_that_the_output_cannot_hold():
+    model = compiled(sequential(ones(4, "first"), ones(1, "last")))
+    report = kmp.debug.locate_nonfinite(model, X, np.full((2, 1), -1e3), scale=2.0**10)
+    assert (report.phase, report.part, report.path) == ("backward", "loss", None)
+    # d mse / d output = 2 * (16 + 1000) / 2 for either of two samples, times the scale.
+    assert "A loss scale of at most 64 holds it" in report.cause
+    holds = kmp.debug.locate_nonfinite(model, X, np.full((2, 1), -1e3), scale=8.0)
+    assert holds.phase is None, str(holds)
+
+
+def test_the_weight_gradient_alone():
+    """A sum over the batch: each term is finite, and so are the gradients of the activations."""
+    model = compiled(sequential(ones(4, "first"), ones(1, "last")), loss="mae")
+    x = np.full((64, 4), 1000.0, "float32")
+    report = kmp.debug.locate_nonfinite(model, x, np.zeros((64, 1)), scale=64.0)
+    assert (report.phase, report.part) == ("backward", "weights"), str(report)
+    assert report.path.endswith("last")
+    assert [path.split("/")[-2:] for path in report.variables] == [["last", "kernel"]]
+    # 64 samples with an input of 4000 and a gradient of 64 / 64.
+    assert "largest 2.56e+05" in report.cause
+    assert "A loss scale of at most 16 holds it" in report.cause
+
+
+def test_the_scale_is_the_optimizers_own():
+    rule = kmp.DynamicLossScale(initial_scale=2.0**9)
+    model = compiled(sequential(ones(1, "last")), optimizer=kmp.scaled("sgd", rule))
+    assert kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1))).scale == 512.0
+    model = compiled(sequential(ones(1, "last")))
+    assert kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1))).scale == 1.0
+
+
+def test_sample_weights_count():
+    model = compiled(sequential(ones(1, "last")))
+    y, weights = np.zeros((2, 1)), np.array([1.0, 1e6])
+    assert kmp.debug.locate_nonfinite(model, X, y).phase is None
+    assert kmp.debug.locate_nonfinite(model, X, y, weights).phase == "backward"
+
+
+def test_the_compiled_scan_of_a_recurrent_layer_is_named_as_a_whole():
+    model = keras.Sequential(
+        [keras.Input((3, 4)), layers.SimpleRNN(4, activation=None, name="rnn", dtype=HALF)]
+    )
+    model.layers[0].set_weights([np.ones((4, 4)) * 100, np.eye(4) * 100, np.zeros(4)])
+    report = kmp.debug.locate_nonfinite(model, np.ones((2, 3, 4)))
+    assert "rnn" in report.path
+    assert "left float16" in report.cause
+
+
+def test_gradients_of_embeddings():
+    inputs = keras.Input((3,), dtype="int32")
+    x = layers.Embedding(5, 4, name="words", dtype=HALF)(inputs)
+    model = compiled(keras.Model(inputs, ones(1, "last")(layers.Flatten(dtype=HALF)(x))))
+    words = np.array([[1, 1, 2]])
+    report = kmp.debug.locate_nonfinite(model, words, np.ones((1, 1)), scale=4.0)
+    assert report.phase is None, str(report)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (lambda: (keras.Sequential([ones(1, "a")]), X), "must be built"),
+        (lambda: (sequential(ones(1, "a")), X, X), "must be compiled"),
+        (lambda: (ones(1, "a"), X), "must be a keras.Model"),
+        (lambda: (compiled(sequential(ones(1, "a"))), X, X, None, 0.0), "`scale` of locate_nonf"),
+    ],
+)
+def test_bad_input_is_told(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kmp.debug.locate_nonfinite(*arguments())
+
+
+def test_the_model_raises_what_it_raises():
+    model, x, y = make("residual")
+    with pytest.raises(Exception, match="expected shape"):
+        kmp.debug.locate_nonfinite(model, x[:, :3], y)
