@@ -13,9 +13,12 @@ def layers_of(model: keras.Layer) -> list[keras.Layer]:
     return model._flatten_layers()  # Keras has no public way into wrappers and subclassed layers
 
 
-def path_of(layer: keras.Layer) -> str:
-    """What names a layer: its path, or its name where Keras gives no path (it has no weights)."""
-    return layer.path or layer.name
+def path_of(layer: Any) -> str:
+    """What names a layer: its path, or its name where Keras gives no path.
+
+    It gives none to operations, nor to layers that it builds at once (pooling, activations).
+    """
+    return getattr(layer, "path", None) or layer.name
 
 
 def forget_functions(model: keras.Layer) -> None:

@@ -92,7 +92,8 @@ def to_mixed_precision(
     Args:
         model: built `keras.Model`: Sequential, Functional or subclassed.
         policy: what `kmp.get_policy` takes, with float32 parameters; `"mixed_"` +
-            `kmp.half_dtype()` if left out; `"autocast"` for a model that follows `kmp.autocast`.
+            `kmp.half_dtype()` if left out; `"autocast"` for a model that follows `kmp.autocast`;
+            or a `DTypePolicyMap` with entries in float32, such as that of `kmp.debug.diagnose`.
         filter_fn: called with each layer and its path; those for which it returns False stay in
             float32.
 
@@ -116,9 +117,13 @@ def to_mixed_precision(
     Source: torchao's `convert_to_float8_training` for the filter, Micikevicius et al. 2018 for
     what stays in float32.
     """
+    filters = [] if filter_fn is None else [(filter_fn, "excluded by filter_fn")]
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        filters.append((_converted_by(policy), "float32 in the map"))
+        policy = policy.default_policy
     policy = get_policy(f"mixed_{half_dtype()}" if policy is None else policy)
     _check(model, policy)
-    plan = _plan(model, policy, filter_fn)
+    plan = _plan(model, policy, filters)
     before = [(layer, layer._dtype_policy) for layer in layers_of(model)]
     callable_before = symbolic_outputs(model) is not None
     try:
@@ -175,7 +180,25 @@ def _check(model: Any, policy: Policy) -> None:
             )
 
 
-def _plan(model: Any, policy: Policy, filter_fn: Any) -> list[tuple[keras.Layer, Any, str]]:
+def _converted_by(policy_map: Any) -> Callable[[keras.Layer, str], bool]:
+    """A `filter_fn` that excludes what a map gives another policy than its default."""
+
+    def filter_fn(layer, path):
+        policy = get_policy(policy_map[path])
+        if policy not in (Policy("float32"), get_policy(policy_map.default_policy)):
+            raise ValueError(
+                "A map's entries are float32, or its default. Received: "
+                f"{policy_map.default_policy.name!r} by default and {str(policy)!r} for {path!r}. "
+                "Nothing was converted. Convert to one half precision at a time."
+            )
+        return policy != Policy("float32")
+
+    return filter_fn
+
+
+def _plan(
+    model: Any, policy: Policy, filters: list[tuple[Callable, str]]
+) -> list[tuple[keras.Layer, Any, str]]:
     """Each layer with the policy that it is to have and the reason if that is not `policy`."""
     heads = {id(layer) for layer in output_layers(model)}
     keep = Policy("float32")
@@ -198,8 +221,8 @@ def _plan(model: Any, policy: Policy, filter_fn: Any) -> list[tuple[keras.Layer,
             new, reason = kept_with[0], f"inside {kept_with[1]}"
         elif _is_preprocessing(layer):
             reason = "preprocessing of raw inputs"
-        elif filter_fn is not None and not filter_fn(layer, path):
-            reason = "excluded by filter_fn"
+        elif excluded := [why for convert, why in filters if not convert(layer, path)]:
+            reason = excluded[0]
         elif id(layer) in heads:
             new, reason = outputs, "output layer"
         elif layer.activity_regularizer is not None:

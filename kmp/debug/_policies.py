@@ -7,8 +7,7 @@ from typing import Any
 
 import keras
 
-from kmp._model import layers_of
-from kmp.debug._replay import path_of
+from kmp._model import layers_of, path_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from keras import ops
 from keras.src.backend.common import masking
 
 from kmp import _backend
+from kmp._model import path_of
 from kmp._types import Gradient, Tensor, Tree
 from kmp.trees import is_float
 
@@ -57,13 +58,6 @@ class Call:
         path = path_of(self.layer)
         _, _, repeat = self.key.rpartition("#")
         return path if repeat == "1" else f"{path} (call {repeat})"
-
-
-def path_of(layer: Any) -> str:
-    """The path of a layer; its name if it has none, as operations and layers that Keras builds
-    at once (pooling, activations) do not.
-    """
-    return getattr(layer, "path", None) or layer.name
 
 
 def floats(tree: Tree) -> list[Tensor]:

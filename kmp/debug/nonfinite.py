@@ -67,7 +67,8 @@ class NonfiniteReport:
         lines = [f"{self.phase.upper()}: {self._what()}"]
         lines += [f"  in:    {s}" for s in self.inputs] + [f"  out:   {s}" for s in self.outputs]
         if self.variables:
-            lines.append(f"  gradients not finite: {', '.join(self.variables)}")
+            more = f" and {len(self.variables) - 5} more" * (len(self.variables) > 5)
+            lines.append(f"  gradients not finite: {', '.join(self.variables[:5])}{more}")
         return "\n".join([*lines, f"  cause: {self.cause}"] if self.cause else lines)
 
     def _what(self) -> str:

@@ -370,6 +370,28 @@ def test_a_policy_map_is_replaced_not_written_to():
     assert len(policy_map) == 0 and model.layers[0].compute_dtype == "bfloat16"
 
 
+def test_the_map_of_a_diagnosis_converts_a_model():
+    model = sequential()
+    path = model.layers[0].path
+
+    def map_of(policy):
+        entries = {path: keras.DTypePolicy(policy)}
+        return keras.dtype_policies.DTypePolicyMap(keras.DTypePolicy("mixed_float16"), entries)
+
+    model.compile("sgd", "mse")
+    _, report = kmp.to_mixed_precision(model, map_of("float32"))
+    assert report.kept[path] == "float32 in the map" and model.dtype_policy.name == "mixed_float16"
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    with pytest.raises(ValueError, match="'mixed_float16' by default and 'mixed_bfloat16' for"):
+        kmp.to_mixed_precision(sequential(), map_of("mixed_bfloat16"))
+
+    model, x = kinds.functional(X, layers.Dense(8, name="body"))
+    model.compile("sgd", "mse")
+    diagnosis = kmp.debug.diagnose(model, x, x[:, :2], target_sqnr=30.0)
+    kmp.to_mixed_precision(model, diagnosis.policy)
+    assert model.get_layer("body").compute_dtype == "float16"
+
+
 def test_converting_reads_and_changes_no_state():
     model, _ = kinds.functional(X, lambda x: layers.Dropout(0.5)(layers.Dense(4, name="body")(x)))
     before = [v.numpy() for v in model.variables]
