@@ -2,8 +2,8 @@
 
 from kmp import callbacks, layers
 from kmp._version import __version__
-from kmp.health import GradientReport
 from kmp.optimizer import LossScaleOptimizer, scaled
+from kmp.report import GradientReport
 from kmp.scaling import DynamicLossScale, NoOpLossScale, ScaleState, StaticLossScale
 from kmp.trees import all_finite, select_tree
 

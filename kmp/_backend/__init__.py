@@ -8,12 +8,16 @@ import keras
 
 if keras.backend.backend() == "tensorflow":
     from kmp._backend.tensorflow import (
+        after,
         all_reduce_sum,
         apply_if,
+        compute_if,
         gradient_rows,
+        gradient_sample,
         gradient_values,
         map_gradient_values,
         matmul_float32,
+        note_loss,
         platform,
         read,
         restore_after_skip,
@@ -23,13 +27,17 @@ if keras.backend.backend() == "tensorflow":
 elif keras.backend.backend() == "jax":
     from kmp._backend.dense_gradients import (
         gradient_rows,
+        gradient_sample,
         gradient_values,
         map_gradient_values,
     )
     from kmp._backend.jax import (
+        after,
         all_reduce_sum,
         apply_if,
+        compute_if,
         matmul_float32,
+        note_loss,
         platform,
         read,
         restore_after_skip,
@@ -39,13 +47,17 @@ elif keras.backend.backend() == "jax":
 elif keras.backend.backend() == "torch":
     from kmp._backend.dense_gradients import (
         gradient_rows,
+        gradient_sample,
         gradient_values,
         map_gradient_values,
     )
     from kmp._backend.torch import (
+        after,
         all_reduce_sum,
         apply_if,
+        compute_if,
         matmul_float32,
+        note_loss,
         platform,
         read,
         restore_after_skip,
@@ -60,12 +72,16 @@ else:
     )
 
 __all__ = [
+    "after",
     "all_reduce_sum",
     "apply_if",
+    "compute_if",
     "gradient_rows",
+    "gradient_sample",
     "gradient_values",
     "map_gradient_values",
     "matmul_float32",
+    "note_loss",
     "platform",
     "read",
     "restore_after_skip",
