@@ -90,7 +90,7 @@ class LossScaleOptimizer(
         on_overflow: under gradient accumulation, `"drop_micro_batch"` leaves the overflowing
             micro-batch out and the window takes one more in its place (as Keras), or
             `"drop_window"` discards the whole window and keeps its boundary (as PyTorch).
-        measure_gradients: bool, whether each step fills `gradient_health`.
+        measure_gradients: bool, whether steps are measured; see `gradient_report()`.
         **kwargs: the base optimizer's arguments at their defaults, as Keras allows in old configs.
 
     Attributes:

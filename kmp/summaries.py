@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+_DATA_CLASSES = {"scalars": "DATA_CLASS_SCALAR", "images": "DATA_CLASS_BLOB_SEQUENCE"}
 _file_number = itertools.count()  # tells the writers of one process apart
 
 
@@ -207,7 +208,7 @@ class SummaryWriter:
                 raise TypeError(_message("`tag` must be a str and not empty", tag, '"loss_scale"'))
         metadata = {
             "plugin_data": {"plugin_name": plugin},
-            "data_class": "DATA_CLASS_SCALAR" if plugin == "scalars" else "DATA_CLASS_TENSOR",
+            "data_class": _DATA_CLASSES.get(plugin, "DATA_CLASS_TENSOR"),
         }
         values = [{"tag": t, "metadata": metadata, "tensor": x} for t, x in tensors.items()]
         self._write(step=int(step), summary={"value": values})
