@@ -31,8 +31,8 @@ def logs(tmp_path_factory):
         x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
         y = x[:, :1]
         if run == "skips":
-            x = x.copy()
-            x[20] = np.inf
+            y = y.copy()
+            y[20] = np.inf
         watch = kmp.callbacks.GradientHealth(directory / run, update_freq=2)
         model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[watch])
     return directory
@@ -73,9 +73,9 @@ def test_tensorboard_has_histograms_pictures_and_texts(tensorboard):
     assert len(paths) == 4
     histogram = tensorboard(f"histograms/histograms?run=skips&tag=grad_exponent/{paths[0]}")
     assert len(histogram) == 10  # the first ten looks
-    for _, _, bins in histogram:
+    for _, step, bins in histogram:
         assert (bins[0][0], bins[-1][1]) == (-28, 17)  # a fixed axis
-        assert sum(count for _, _, count in bins) > 0
+        assert step == 6 or sum(count for _, _, count in bins) > 0  # there all is NaN
     images = tensorboard("images/tags")
     assert set(images) == {"clean", "skips"} and set(images["skips"]) == {"heatmap/log10_grad_norm"}
     table = tensorboard("text/text?run=skips&tag=mixed_precision/variables")[-1]["text"]
