@@ -117,18 +117,6 @@ def build_optimizer() -> kmp.LossScaleOptimizer:
     return kmp.scaled(keras.optimizers.Adam, rule, learning_rate=2e-3)
 
 
-def report_of(optimizer: kmp.LossScaleOptimizer) -> kmp.GradientReport:
-    """What `kmp.callbacks.GradientHealth` would say; ask seldom, it waits for the device."""
-    return kmp.GradientReport(
-        paths=optimizer.variable_paths,
-        matrix=keras.ops.convert_to_numpy(optimizer.gradient_health),
-        loss_scale=float(optimizer.dynamic_scale),
-        step=int(optimizer.steps),
-        skipped_steps=int(optimizer.skipped_steps),
-        consecutive_skips=int(optimizer.consecutive_skips),
-    )
-
-
 def main() -> None:
     """Train twice, in the loop and in `fit`, and compare every variable."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -153,7 +141,7 @@ def main() -> None:
     fitted.compile(build_optimizer(), loss=loss_of)
     fitted.fit(x, y, batch_size=BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0)
 
-    print(report_of(optimizer))
+    print(optimizer.gradient_report())  # asks the device: seldom
     print()
     finite = np.isfinite(losses)
     print(f"Loss from {losses[0]:.3f} to {losses[-1]:.3f}; not finite in {(~finite).sum()} steps.")

@@ -7,9 +7,9 @@ from kmp.autocasting import autocast
 from kmp.convert import to_mixed_precision
 from kmp.dtypes import cast_to_full, cast_to_half, half_dtype
 from kmp.formats import formats
-from kmp.health import GradientReport
 from kmp.optimizer import LossScaleOptimizer, scaled
 from kmp.policy import Policy, get_policy, set_policy
+from kmp.report import GradientReport
 from kmp.scaling import DynamicLossScale, NoOpLossScale, ScaleState, StaticLossScale
 from kmp.trees import all_finite, select_tree
 

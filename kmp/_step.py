@@ -1,15 +1,38 @@
 """One training step of the loss-scaling optimizer, in the order in which it happens."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from keras import ops
 
-from kmp import _backend, health
+from kmp import _backend, _sample, health
 from kmp._types import Gradient, Tensor, Variable
 from kmp._window import DroppedWindow
 from kmp.scaling import LossScale, ScaleState
 from kmp.trees import map_gradients
+
+
+class Measured(NamedTuple):
+    """What a step knows of its gradients before anything is written.
+
+    Attributes:
+        finite: bool[], whether all of them are finite.
+        loss_finite: bool[], False where the loss is known not to be finite.
+        nonfinite: float32[num_variables], how many numbers of each are not finite.
+        due: bool[] each, whether to measure the levels, whether to measure the details.
+        true_rows: computes the true gradient, or None, of each variable.
+        levels: float32[num_variables, 4], from `health.measure`, maybe of an earlier step.
+        weights: float32[n], from `_sample.sample_weights`, if the step is sampled.
+    """
+
+    finite: Tensor
+    loss_finite: Tensor
+    nonfinite: Tensor
+    due: tuple[Tensor, Tensor] = (None, None)
+    true_rows: Callable[[], list[Gradient]] = list
+    levels: Tensor | None = None
+    weights: Tensor | None = None
 
 
 class ScaledStep:
@@ -25,10 +48,16 @@ class ScaledStep:
     step_counter: Variable
     skipped_steps: Variable
     consecutive_skips: Variable
-    gradient_health: Variable | None
+    gradient_health: Any
+    gradient_details: Variable
+    overflow_events: Variable
+    sampling: Variable
+    loss_nonfinite: Variable
+    measures_details: bool
     _iterations: Variable
     _sizes: tuple[int, ...]
     _window: DroppedWindow | None
+    _trainable_variables: list[Variable]
     _get_variable_index: Any
     _overwrite_variable_with_gradient: Any
 
@@ -43,19 +72,21 @@ class ScaledStep:
 
     def step(self, grads: list[Gradient], variables: list[Variable]) -> None:
         """Run one step on gradients that are the same wherever this code runs."""
-        grads = self.unscaled(grads, variables)
-        measured, finite = self.measured(grads, variables)
+        true = self.unscaled(grads, variables)
+        measured = self.measured(grads, true, variables)
 
         def update() -> None:
-            self.inner_optimizer.apply(grads, variables)
+            self.inner_optimizer.apply(true, variables)
 
         guarded = variables + self.inner_optimizer.variables
-        _backend.apply_if(self.admitted(finite), update, guarded)
-        self.record(measured, finite)
+        _backend.apply_if(self.admitted(measured.finite), update, guarded)
+        self.record(measured)
 
-    def unscaled(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
+    def unscaled(
+        self, grads: list[Gradient], variables: list[Variable], state: ScaleState | None = None
+    ) -> list[Gradient]:
         """Divide the gradients by the scale that the loss was multiplied with."""
-        true = self.loss_scale.unscale(grads, self.scale_state)
+        true = self.loss_scale.unscale(grads, state or self.scale_state)
         if self.inner_optimizer.gradient_accumulation_steps:
             # Keras's accumulators have the variable's dtype and must meet their own.
             true = [
@@ -67,32 +98,107 @@ class ScaledStep:
         return [g if raw else t for raw, g, t in zip(overwritten, grads, true, strict=True)]
 
     def measured(
-        self, grads: list[Gradient], variables: list[Variable]
-    ) -> tuple[Tensor | None, Tensor]:
-        """Measure unscaled gradients: (float32[num_variables, 4] or None, bool[] all finite)."""
+        self, grads: list[Gradient], true: list[Gradient], variables: list[Variable]
+    ) -> Measured:
+        """Look at gradients, before and after `unscaled`: are they finite, and how large."""
+        nonfinite = health.count_nonfinite(self._rows(true, variables), self._sizes)
+        loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
         if self.gradient_health is None:
-            return None, _backend.verdict(health.count_nonfinite(grads))
+            finite, loss_finite, _ = _backend.verdict(nonfinite, loss_nonfinite, None)
+            return Measured(finite, loss_finite, nonfinite)
+        due: Any = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
+        finite, loss_finite, due = _backend.verdict(nonfinite, loss_nonfinite, due)
+        # An overflow is measured whenever it comes. (Operators, as on torch these are on the host.)
+        due = (due[0] | ~finite, due[1])
+        scale = self.scale_state
+
+        def true_rows() -> list[Gradient]:
+            # Divided again: the true gradients as such are never in memory, XLA divides while it
+            # updates, and a branch that asked for them would have them written in every step.
+            return self._rows(self.unscaled(grads, variables, scale), variables)
+
+        weights = None
+        if self.measures_details:
+            weights, finite = self._sampled_weights(due[1], finite)
+        levels = _backend.compute_if(
+            due[0],
+            lambda: health.measure(true_rows(), self._sizes),
+            ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS],
+        )
+        return Measured(finite, loss_finite, nonfinite, due, true_rows, levels, weights)
+
+    def _rows(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
+        """The gradient, or None, in the row of each variable that the optimizer was built with."""
         rows: list[Gradient] = [None] * len(self._sizes)
         for grad, variable in zip(grads, variables, strict=True):
             rows[self._get_variable_index(variable)] = grad
-        measured = health.measure(rows, self._sizes)
-        return measured, _backend.verdict(measured[:, health.NONFINITE])
+        return rows
+
+    def _step_number(self) -> Tensor:
+        return ops.cast(ops.convert_to_tensor(self._iterations), "int32") + 1
 
     def admitted(self, finite: Tensor) -> Tensor:
         """bool[]: whether the inner optimizer sees this step."""
         return finite if self._window is None else ops.logical_and(finite, self._window.admits())
 
-    def record(self, measured: Tensor | None, finite: Tensor) -> None:
+    def record(self, measured: Measured) -> None:
         """Write down the verdict: the next scale, the counters and the measurements."""
+        finite, before = measured.finite, self.scale_state
         skipped = ops.logical_not(self.admitted(finite))
-        state = self.loss_scale.next(self.scale_state, finite)
-        self.dynamic_scale.assign(state.scale)
+        state = self.loss_scale.next(before, finite)
+        # No scale helps against a loss that is not finite itself: the scale is left as it is.
+        blamed = ops.logical_or(finite, measured.loss_finite)
+        if self.gradient_health is not None:
+            self._record_measurements(measured)
+        self.dynamic_scale.assign(ops.where(blamed, state.scale, before.scale))
         self.step_counter.assign(ops.cast(state.finite_steps, self.step_counter.dtype))
         self.consecutive_skips.assign(state.overflows)
         self.skipped_steps.assign_add(ops.cast(skipped, "int32"))
         self._iterations.assign_add(1)
+        self.loss_nonfinite.assign(ops.zeros((), "float32"))
         if self._window is not None:
             self._window.record(finite)
-        if self.gradient_health is not None:
-            previous = ops.convert_to_tensor(self.gradient_health)
-            self.gradient_health.assign(health.accumulate(measured, previous))
+
+    def _record_measurements(self, measured: Measured) -> None:
+        step, scale = self._step_number(), self.scale_state.scale
+        events = ops.convert_to_tensor(self.overflow_events)
+        self.overflow_events.assign(
+            health.add_event(events, step, scale, measured.nonfinite, measured.loss_finite)
+        )
+        previous = ops.convert_to_tensor(self.gradient_health)
+        self.gradient_health.assign(
+            health.accumulate(measured.levels, measured.nonfinite, previous)
+        )
+        due_levels, due_details = measured.due
+        true_rows = measured.true_rows
+        sampling = ops.convert_to_tensor(self.sampling)
+        if not self.measures_details:
+            due_details = ops.zeros_like(due_details)
+        else:
+            details = ops.convert_to_tensor(self.gradient_details)
+            self.gradient_details.assign(
+                _backend.compute_if(
+                    due_details,
+                    lambda: _sample.measure_sample(
+                        true_rows(), scale, self._trainable_variables, measured.weights
+                    ),
+                    details,
+                    dear=True,
+                )
+            )
+        self.sampling.assign(health.sampled(sampling, step, due_levels, due_details))
+
+    def _sampled_weights(self, due: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+        """The sample of the weights before the update; and `finite`, which waits for it.
+
+        Otherwise XLA may update the weights first, and would keep a copy of all of them for the
+        sample's sake. That the norm of a sample is never negative it does not know.
+        """
+        size = sum(_sample.sample_size(v.shape) for v in self._trainable_variables)
+        weights = _backend.compute_if(
+            due,
+            lambda: _sample.sample_weights(self._trainable_variables),
+            ops.zeros((size,), "float32"),
+            dear=True,
+        )
+        return weights, _backend.after(finite, weights)

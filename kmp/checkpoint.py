@@ -20,7 +20,15 @@ from kmp.scaling import DynamicLossScale
 
 _INNER_SIZES = "inner_sizes"
 # Measuring, or dropping whole windows, may have been switched on since.
-_OPTIONAL = {"gradient_health", "window_position", "window_dropped"}
+_OPTIONAL = {
+    "gradient_health",
+    "gradient_details",
+    "overflow_events",
+    "sampling",
+    "loss_nonfinite",
+    "window_position",
+    "window_dropped",
+}
 # Keras's class numbers its variables: these, then the inner optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 _GRAD_SCALER_KEYS = (

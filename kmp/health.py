@@ -1,24 +1,33 @@
-"""Gradient health: what the compiled step measures, and what the host reads out of it.
+"""Gradient health: what the compiled step measures.
 
-The measurements are one float32 matrix with a row for each trainable variable, held in an optimizer
-variable. The step overwrites it; nothing leaves the device until somebody asks.
+The measurements are float32 matrices in optimizer variables: `gradient_health` with a row for each
+trainable variable, `overflow_events` with one for each of the last overflows. The step overwrites
+them; nothing leaves the device until somebody asks. `kmp.report` reads them on the host.
 """
 
-import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
 from keras import ops
 
 from kmp import _backend
 from kmp._types import Gradient, Tensor
 
-# Levels of the last step first, then what accumulates over all steps. Levels are in true units
-# (after division by the loss scale) and over the finite values, so that one inf hides nothing.
+# Levels of the last measured step first, then what is counted in every step. Levels are in true
+# units (after division by the loss scale) and over finite values, so that one inf hides nothing.
 COLUMNS = ("l2_norm", "max_abs", "zero_share", "nonfinite", "overflow_steps")
 L2_NORM, MAX_ABS, ZERO_SHARE, NONFINITE, OVERFLOW_STEPS = range(len(COLUMNS))
-_FLOAT16_MAX = 65504.0
+
+# One row an overflow, the last one first; rows of zeros where there were fewer.
+EVENT_COLUMNS = ("step", "loss_scale", "first_variable", "num_variables", "loss_finite")
+NUM_EVENTS = 16
+
+# Levels are measured in each of the first steps, in which the scale is being found, in every
+# overflowing step, and from then on at an interval: a callback's, or this one.
+FIRST_STEPS = 100
+INTERVAL = 100
+
+_SMALL = 4096  # numbers: variables up to here that are of one size are measured together
 
 
 def measure(gradients: Sequence[Gradient], sizes: Sequence[int]) -> Tensor:
@@ -37,136 +46,135 @@ def measure(gradients: Sequence[Gradient], sizes: Sequence[int]) -> Tensor:
     >>> [float(x) for x in measure([ops.array([3.0, 0.0, -4.0, 0.0])], [4])[0]]
     [5.0, 4.0, 0.5, 0.0]
     """
-    rows = [
-        ops.zeros((NONFINITE + 1,), "float32") if gradient is None else _measure_one(gradient, size)
-        for gradient, size in zip(gradients, sizes, strict=True)
-    ]
-    return ops.stack(rows)
+
+    def columns(values: Tensor, size: int, axis: tuple[int, ...]) -> Tensor:
+        values = ops.cast(values, "float32")
+        finite = ops.isfinite(values)
+        clean = ops.where(finite, values, 0.0)
+        zeros = size - _count(ops.not_equal(values, 0.0), axis)
+        return ops.stack(
+            [
+                ops.sqrt(ops.sum(ops.square(clean), axis)),
+                ops.max(ops.abs(clean), axis, initial=0.0),
+                zeros / max(size, 1),
+                _count(ops.logical_not(finite), axis),
+            ],
+            axis=-1,
+        )
+
+    return _by_variable(columns, gradients, sizes, len(COLUMNS) - 1)
 
 
-def count_nonfinite(gradients: Sequence[Gradient]) -> Tensor:
-    """Count what is not finite in each gradient, None left out: the column `nonfinite` alone.
+def count_nonfinite(gradients: Sequence[Gradient], sizes: Sequence[int]) -> Tensor:
+    """Count what is not finite in each gradient: the column `nonfinite` alone.
 
     Returns:
-        float32[number of gradients].
+        float32[num_variables]; 0 for None.
     """
-    values = [_backend.gradient_rows(g) for g in gradients if g is not None]
-    return ops.stack([_count(ops.logical_not(ops.isfinite(x))) for x in values])
+
+    def column(values: Tensor, size: int, axis: tuple[int, ...]) -> Tensor:
+        return _count(ops.logical_not(ops.isfinite(values)), axis)[..., None]
+
+    return _by_variable(column, gradients, sizes, 1)[:, 0]
 
 
-def _count(mask: Tensor) -> Tensor:
-    return ops.sum(ops.cast(mask, "float32"))
+def _count(mask: Tensor, axis: tuple[int, ...]) -> Tensor:
+    return ops.sum(ops.cast(mask, "float32"), axis)
 
 
-def _measure_one(gradient: Gradient, size: int) -> Tensor:
-    values = ops.cast(_backend.gradient_rows(gradient), "float32")
-    finite = ops.isfinite(values)
-    clean = ops.where(finite, values, 0.0)
-    return ops.stack(
-        [
-            ops.sqrt(ops.sum(ops.square(clean))),
-            ops.max(ops.abs(clean), initial=0.0),
-            (size - _count(ops.not_equal(values, 0.0))) / max(size, 1),
-            _count(ops.logical_not(finite)),
-        ]
-    )
+def _by_variable(
+    columns: Callable[[Tensor, int, tuple[int, ...]], Tensor],
+    gradients: Sequence[Gradient],
+    sizes: Sequence[int],
+    width: int,
+) -> Tensor:
+    """Apply `columns(values, size, axes to reduce)` to each gradient: float32[n, width].
+
+    Small dense gradients of one size are stacked and reduced in one go: the compile time and the
+    number of kernels would else grow with the number of variables.
+    """
+    groups: dict[object, list[int]] = {}
+    values = [None if g is None else _backend.gradient_rows(g) for g in gradients]
+    for i, (x, gradient, size) in enumerate(zip(values, gradients, sizes, strict=True)):
+        if x is None or size == 0:
+            groups.setdefault(None, []).append(i)
+        elif x is gradient and size <= _SMALL:
+            groups.setdefault((size, str(x.dtype)), []).append(i)
+        else:  # large, or sparse with rows of a number known at run time
+            groups[i] = [i]
+    rows, order = [], []
+    for key, members in groups.items():
+        order += members
+        if key is None:
+            rows.append(ops.zeros((len(members), width), "float32"))
+        elif isinstance(key, tuple):
+            size = sizes[members[0]]
+            together = ops.stack([ops.reshape(values[i], (size,)) for i in members])
+            rows.append(columns(together, size, (1,)))
+        else:
+            whole: Any = values[members[0]]
+            axes = tuple(range(len(whole.shape)))
+            rows.append(columns(whole, sizes[members[0]], axes)[None])
+    found = ops.concatenate(rows) if len(rows) > 1 else rows[0]
+    if order == sorted(order):
+        return found
+    return ops.take(found, [order.index(i) for i in range(len(order))], axis=0)
 
 
-def accumulate(measured: Tensor, previous: Tensor) -> Tensor:
+def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
     """Join a step's measurements with the counters so far.
 
     Args:
-        measured: float32[num_variables, 4], from `measure`.
+        levels: float32[num_variables, 4], from `measure`, of this step or an earlier one.
+        nonfinite: float32[num_variables], the counts of this step.
         previous: float32[num_variables, 5], the matrix before the step.
 
     Returns:
         float32[num_variables, 5], the matrix after the step. Counters are exact up to 2**24 steps.
     """
-    overflowed = ops.cast(measured[:, NONFINITE:] > 0, "float32")
-    return ops.concatenate([measured, previous[:, OVERFLOW_STEPS:] + overflowed], axis=1)
+    overflowed = ops.cast(nonfinite > 0, "float32")
+    counts = [nonfinite, previous[:, OVERFLOW_STEPS] + overflowed]
+    return ops.concatenate([levels[:, :NONFINITE], ops.stack(counts, axis=1)], axis=1)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class GradientReport:
-    """What the matrix says, on the host.
+def add_event(
+    events: Tensor, step: Tensor, scale: Tensor, nonfinite: Tensor, loss_finite: Tensor
+) -> Tensor:
+    """Put this step in front of the overflows so far if it is one, and forget the oldest.
 
-    Attributes:
-        paths: `variable.path` of each row.
-        matrix: float32[num_variables, 5], columns as in `kmp.health.COLUMNS`.
-        loss_scale: the scale that the next step will use.
-        step: training steps so far, skipped ones included.
-        skipped_steps: steps so far whose update was left out because of an overflow.
-        consecutive_skips: how many of them in a row up to now.
+    Args:
+        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
+        step: int32[], the number of this step, counted from 1.
+        scale: float32[], the scale that its loss was multiplied with.
+        nonfinite: float32[num_variables], the counts of this step.
+        loss_finite: bool[], False where the loss is known not to be finite.
 
-    Example:
-
-    >>> matrix = np.array([[5.0, 4.0, 0.5, 0, 0], [0.0, 0.0, 1.0, 2, 7]], "float32")
-    >>> report = GradientReport(("a", "b"), matrix, 1024.0, 100, 7, 1)
-    >>> report.worst(1), report.headroom_bits, report.overflowed
-    (['b'], 3.999..., {'b': 7})
+    Returns:
+        float32[16, 5]. Step numbers are exact up to 2**24.
     """
+    bad = nonfinite > 0
+    row = [step, scale, ops.argmax(bad), ops.sum(ops.cast(bad, "float32")), loss_finite]
+    new = ops.stack([ops.cast(x, "float32") for x in row])[None]
+    return ops.where(ops.any(bad), ops.concatenate([new, events[:-1]]), events)
 
-    paths: tuple[str, ...]
-    matrix: np.ndarray
-    loss_scale: float
-    step: int
-    skipped_steps: int
-    consecutive_skips: int
 
-    def column(self, name: str) -> dict[str, float]:
-        """Return one of `COLUMNS` as `{variable path: value}`."""
-        if name not in COLUMNS:
-            raise ValueError(f"`name` must be one of {COLUMNS}. Received: name={name!r}.")
-        values = self.matrix[:, COLUMNS.index(name)].tolist()
-        return dict(zip(self.paths, values, strict=True))
+def due(step: Tensor, sampling: Tensor) -> Tensor:
+    """Tell whether to measure this step, as far as that does not depend on its gradients.
 
-    @property
-    def grad_norm(self) -> float:
-        """The l2 norm over all variables, in true units."""
-        return float(np.linalg.norm(self.matrix[:, L2_NORM].astype("float64")))
+    Args:
+        step: int32[], counted from 1.
+        sampling: int32[4]: sample each so many steps (0: each 100), and in this one too; what
+            `sampled` noted.
 
-    @property
-    def max_abs(self) -> float:
-        """The largest absolute value of any gradient, in true units."""
-        return float(self.matrix[:, MAX_ABS].max(initial=0.0))
+    Returns:
+        bool[2]: whether to measure the levels, whether to measure the details.
+    """
+    interval = ops.where(ops.equal(sampling[0], 0), INTERVAL, sampling[0])
+    sampled = ops.logical_or(ops.equal(step % interval, 0), ops.equal(step, sampling[1]))
+    return ops.stack([ops.logical_or(sampled, ops.less_equal(step, FIRST_STEPS)), sampled])
 
-    @property
-    def headroom_bits(self) -> float:
-        """How often the loss scale could double before the largest gradient leaves float16."""
-        scaled = self.max_abs * self.loss_scale
-        return math.log2(_FLOAT16_MAX / scaled) if 0 < scaled < math.inf else math.inf
 
-    @property
-    def overflowed(self) -> dict[str, int]:
-        """Variables that ever overflowed, with the number of steps, most often first."""
-        counts = self.column("overflow_steps")
-        return {p: int(n) for p, n in sorted(counts.items(), key=lambda x: -x[1]) if n}
-
-    def worst(self, n: int = 3) -> list[str]:
-        """Name the variables to look at first.
-
-        Those that overflowed most often, then those whose gradient is nearest to leaving float16,
-        upwards or downwards (distance of `log2(max_abs)` from the middle of all variables).
-        """
-        levels = np.log2(np.maximum(self.matrix[:, MAX_ABS].astype("float64"), 2.0**-149))
-        distance = np.abs(levels - np.median(levels)) if len(levels) else levels
-        order = np.lexsort((-distance, -self.matrix[:, OVERFLOW_STEPS]))
-        return [self.paths[i] for i in order[:n]]
-
-    def __str__(self) -> str:
-        width = max([len(p) for p in self.paths] + [8])
-        lines = [
-            f"Gradient health after step {self.step}: loss scale {self.loss_scale:g}, "
-            f"{self.skipped_steps} skipped ({self.consecutive_skips} in a row now), "
-            f"gradient norm {self.grad_norm:.3g}, headroom {self.headroom_bits:.1f} bits",
-            f"{'variable':<{width}}  {'l2 norm':>9}  {'max abs':>9}  {'zeros':>6}  "
-            f"{'non-finite':>10}  {'overflows':>9}",
-        ]
-        for path, (norm, peak, zeros, bad, overflows) in zip(self.paths, self.matrix, strict=True):
-            lines.append(
-                f"{path:<{width}}  {norm:>9.3g}  {peak:>9.3g}  {zeros:>6.1%}  "
-                f"{bad:>10.0f}  {overflows:>9.0f}"
-            )
-        if self.overflowed:
-            lines.append(f"Look first at: {', '.join(self.worst())}")
-        return "\n".join(lines)
+def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:
+    """int32[4]: `sampling` with this step noted as the last with levels, with details, if so."""
+    last = [ops.where(levels, step, sampling[2]), ops.where(details, step, sampling[3])]
+    return ops.concatenate([sampling[:2], ops.stack(last)])

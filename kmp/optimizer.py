@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+from keras import ops
 
-from kmp import _backend, checkpoint, health, scaling
+from kmp import _backend, checkpoint, scaling
 from kmp._construction import (
     checked_choice,
     checked_inner,
@@ -18,9 +19,11 @@ from kmp._construction import (
     warn_of_unscaled_float16,
 )
 from kmp._forwarding import ForwardsToInner
+from kmp._measuring import MeasuresGradients
 from kmp._step import ScaledStep
 from kmp._types import Gradient, Tensor, Variable
 from kmp._window import ON_OVERFLOW, DroppedWindow
+from kmp.trees import all_finite
 
 
 def scaled(
@@ -59,7 +62,9 @@ def scaled(
 
 
 @keras.saving.register_keras_serializable(package="kmp")
-class LossScaleOptimizer(ScaledStep, ForwardsToInner, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(
+    ScaledStep, MeasuresGradients, ForwardsToInner, keras.optimizers.LossScaleOptimizer
+):
     """Scales the loss, checks the gradients, and lets a step happen wholly or not at all.
 
     In each step:
@@ -78,15 +83,14 @@ class LossScaleOptimizer(ScaledStep, ForwardsToInner, keras.optimizers.LossScale
     Args:
         inner_optimizer: `keras.optimizers.Optimizer` instance (or its name or config).
         initial_scale: float, Keras's argument: short for `DynamicLossScale(initial_scale=...)`.
-        dynamic_growth_steps: int, Keras's argument: short for
-            `DynamicLossScale(growth_interval=...)`.
+        dynamic_growth_steps: int, Keras's argument: the `growth_interval` of the same.
         name: str.
         loss_scale: `"dynamic"`, `"none"`, a positive number or a strategy; not together with the
             two arguments above. See `kmp.scaled`.
         on_overflow: under gradient accumulation, `"drop_micro_batch"` leaves the overflowing
             micro-batch out and the window takes one more in its place (as Keras), or
             `"drop_window"` discards the whole window and keeps its boundary (as PyTorch).
-        measure_gradients: bool, whether each step fills `gradient_health`.
+        measure_gradients: bool, whether steps are measured; see `gradient_report()`.
         **kwargs: the base optimizer's arguments at their defaults, as Keras allows in old configs.
 
     Attributes:
@@ -95,7 +99,7 @@ class LossScaleOptimizer(ScaledStep, ForwardsToInner, keras.optimizers.LossScale
         steps: int32[], training steps so far, skipped ones included.
         skipped_steps: int32[], steps so far that were skipped.
         consecutive_skips: int32[], skipped steps in a row up to now.
-        gradient_health: float32[num_variables, 5] or None; see `kmp.health.COLUMNS`.
+        gradient_health: float32[num_variables, 5] or None; see `gradient_report()`.
         variable_paths: the path of the variable in each row of it.
 
     Raises:
@@ -131,7 +135,6 @@ class LossScaleOptimizer(ScaledStep, ForwardsToInner, keras.optimizers.LossScale
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
         self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
         self.measure_gradients = bool(measure_gradients)
-        self.gradient_health = None
         self._forward_settings()
 
     @property
@@ -157,22 +160,18 @@ class LossScaleOptimizer(ScaledStep, ForwardsToInner, keras.optimizers.LossScale
         self._window = None
         if self.on_overflow == "drop_window" and self.inner_optimizer.gradient_accumulation_steps:
             self._window = DroppedWindow(self)
-        if self.measure_gradients:
-            self.gradient_health = self.add_variable(
-                shape=(len(var_list), len(health.COLUMNS)),
-                dtype="float32",
-                aggregation="none",
-                name="gradient_health",
-            )
-
-    def _add_counter(self, name: str) -> Variable:
-        return self.add_variable(shape=(), dtype="int32", aggregation="none", name=name)
+        self._build_measurements(len(var_list))
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss multiplied by the present scale, in at least float32."""
-        return self.loss_scale.scale(
-            loss, self.scale_state if self.built else self.loss_scale.init()
-        )
+        """Return the loss multiplied by the present scale, in at least float32.
+
+        On TensorFlow and PyTorch it also notes whether the loss is finite: if not, its step is
+        skipped, but the scale, which is not to blame, stays.
+        """
+        if self.built:
+            _backend.note_loss(self.loss_nonfinite, ops.logical_not(all_finite(loss)))
+        state = self.scale_state if self.built else self.loss_scale.init()
+        return self.loss_scale.scale(loss, state)
 
     def apply(
         self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+_DATA_CLASSES = {"scalars": "DATA_CLASS_SCALAR", "images": "DATA_CLASS_BLOB_SEQUENCE"}
 _file_number = itertools.count()  # tells the writers of one process apart
 
 
@@ -128,14 +129,32 @@ class SummaryWriter:
         }
         self._write_summary("histograms", {tag: tensor}, step)
 
-    def custom_scalars_layout(self, layout: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+    def image(self, tag: str, png: bytes, width: int, height: int, step: int) -> None:
+        """Writes a picture for the tab Images.
+
+        Args:
+            tag: Name of the picture.
+            png: The content of a PNG file, or of another format that browsers show.
+            width: int, in pixels.
+            height: int, in pixels.
+            step: The training step, an int from 0.
+        """
+        if not isinstance(png, bytes):
+            raise TypeError(_message("`png` must be bytes, an encoded picture", png, "file.read()"))
+        content = [str(int(width)).encode(), str(int(height)).encode(), png]
+        shape = {"dim": [{"size": len(content)}]}
+        tensor = {"dtype": "DT_STRING", "tensor_shape": shape, "string_val": content}
+        self._write_summary("images", {tag: tensor}, step)
+
+    def custom_scalars_layout(self, layout: Mapping[str, Mapping[str, Any]]) -> None:
         """Arranges scalars as a dashboard, in the tab Custom Scalars.
 
         A regular expression need only match the beginning of a tag: `loss` takes in `loss_scale`
         too, `loss$` does not. A writer has one layout; TensorBoard merges those of several runs.
 
         Args:
-            layout: `{category: {chart title: [regular expressions of tags]}}`.
+            layout: `{category: {chart title: [regular expressions of tags]}}`. A chart may also be
+                a curve with its band, `{"value": tag, "lower": tag, "upper": tag}`.
         """
         if self._has_layout:
             expected = "`layout` must be written once, as TensorBoard shows one layout of a run"
@@ -148,8 +167,10 @@ class SummaryWriter:
                 {
                     "title": category,
                     "chart": [
-                        {"title": title, "multiline": {"tag": list(patterns)}}
-                        for title, patterns in charts.items()
+                        {"title": title, "margin": {"series": [dict(tags)]}}
+                        if isinstance(tags, Mapping)
+                        else {"title": title, "multiline": {"tag": list(tags)}}
+                        for title, tags in charts.items()
                     ],
                 }
                 for category, charts in layout.items()
@@ -187,7 +208,7 @@ class SummaryWriter:
                 raise TypeError(_message("`tag` must be a str and not empty", tag, '"loss_scale"'))
         metadata = {
             "plugin_data": {"plugin_name": plugin},
-            "data_class": "DATA_CLASS_SCALAR" if plugin == "scalars" else "DATA_CLASS_TENSOR",
+            "data_class": _DATA_CLASSES.get(plugin, "DATA_CLASS_TENSOR"),
         }
         values = [{"tag": t, "metadata": metadata, "tensor": x} for t, x in tensors.items()]
         self._write(step=int(step), summary={"value": values})
@@ -224,6 +245,12 @@ def _check_layout(layout: object) -> None:
         if not isinstance(charts, Mapping):
             raise TypeError(_message(expected, charts, example))
         for patterns in charts.values():
+            if isinstance(patterns, Mapping):
+                if set(patterns) != {"value", "lower", "upper"}:
+                    tags = '{"value": "loss", "lower": "loss_min", "upper": "loss_max"}'
+                    expected = "A band in `layout` must have the keys value, lower and upper"
+                    raise ValueError(_message(expected, patterns, tags))
+                continue
             if not isinstance(patterns, list | tuple):
                 raise TypeError(_message(expected, patterns, example))
             for pattern in patterns:

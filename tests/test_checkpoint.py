@@ -144,13 +144,14 @@ def test_a_foreign_state_is_refused_and_changes_nothing(other):
 def test_an_incomplete_state_is_refused_and_changes_nothing():
     model = make_model(adam())
     fit(model, poisoned_rows=[0])
+    before = float(model.optimizer.dynamic_scale)
     store = {}
     model.optimizer.save_own_variables(store)
     del store["skipped_steps"]
     store["dynamic_scale"] = np.float32(4.0)
     with pytest.raises(ValueError, match="skipped_steps"):
         model.optimizer.load_own_variables(store)
-    assert float(model.optimizer.dynamic_scale) == 256.0  # 128 after the overflow, then one growth
+    assert float(model.optimizer.dynamic_scale) == before != 4.0
 
 
 def test_a_truncated_file_is_refused_and_changes_nothing(tmp_path):

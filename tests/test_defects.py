@@ -59,7 +59,8 @@ def test_170_bad_batches_in_fit():
     """Keras: the same end to end; after some bad data a run is lost for ever."""
     model = fit_on(kmp.LossScaleOptimizer, 170, 30)
     assert np.isfinite(ops.convert_to_numpy(model.trainable_variables[0])).all()
-    assert number(model.optimizer.dynamic_scale) == 1.0
+    # The loss is NaN: no scale is to blame. On JAX the optimizer is not told: down to the floor.
+    assert number(model.optimizer.dynamic_scale) == (1.0 if BACKEND == "jax" else 2.0**15)
     assert number(model.optimizer.skipped_steps) == 170
     assert number(model.optimizer.iterations) == 30
 
@@ -341,14 +342,15 @@ def test_the_floor_is_kept_after_save_and_load(tmp_path):
     """JMP again, across a checkpoint."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(kmp.scaled("sgd", kmp.DynamicLossScale(64, min_scale=32)), "mse", **COMPILE)
-    bad = np.full((2, 1), np.nan, "float32")
-    model.fit(bad, bad, batch_size=1, verbose=0)
+    bad = [ops.full((1, 1), np.inf), ops.full((1,), np.inf)]
+    for _ in range(2):
+        model.optimizer.apply(bad, model.trainable_variables)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert number(loaded.optimizer.dynamic_scale) == 32
-    loaded.fit(bad, bad, batch_size=1, verbose=0)
+    loaded.optimizer.apply(bad, loaded.trainable_variables)
     assert number(loaded.optimizer.dynamic_scale) == 32
-    assert number(loaded.optimizer.skipped_steps) == 4
+    assert number(loaded.optimizer.skipped_steps) == 3
 
 
 def test_growth_comes_after_the_interval_exactly():

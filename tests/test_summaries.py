@@ -481,7 +481,7 @@ def test_the_watch_sees_a_writer_that_imports_tensorflow(tmp_path):
 
 @contextlib.contextmanager
 def tensorboard_server(log_dir, load_fast):
-    """Yields `get(route)`, the JSON answer of a plugin."""
+    """Yields `get(route)`, the JSON answer of a plugin; the page is at `get.address`."""
     module = "import runpy\nrunpy.run_module('tensorboard.main', run_name='__main__')"
     flags = [f"--logdir={log_dir}", "--host=127.0.0.1", "--port=0", f"--load_fast={load_fast}"]
     process = subprocess.Popen(
@@ -506,6 +506,7 @@ def tensorboard_server(log_dir, load_fast):
             with direct.open(f"{address}data/plugin/{route}", timeout=10) as answer:
                 return json.load(answer)
 
+        get.address = address
         deadline = time.monotonic() + 10
         while not get("scalars/tags") and time.monotonic() < deadline:
             time.sleep(0.1)  # the first load runs beside the server

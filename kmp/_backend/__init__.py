@@ -8,13 +8,17 @@ import keras
 
 if keras.backend.backend() == "tensorflow":
     from kmp._backend.tensorflow import (
+        after,
         all_reduce_sum,
         apply_if,
+        compute_if,
         device,
         gradient_rows,
+        gradient_sample,
         gradient_values,
         map_gradient_values,
         matmul_float32,
+        note_loss,
         platform,
         read,
         restore_after_skip,
@@ -31,14 +35,18 @@ if keras.backend.backend() == "tensorflow":
 elif keras.backend.backend() == "jax":
     from kmp._backend.dense_gradients import (
         gradient_rows,
+        gradient_sample,
         gradient_values,
         map_gradient_values,
     )
     from kmp._backend.jax import (
+        after,
         all_reduce_sum,
         apply_if,
+        compute_if,
         device,
         matmul_float32,
+        note_loss,
         platform,
         read,
         restore_after_skip,
@@ -55,14 +63,18 @@ elif keras.backend.backend() == "jax":
 elif keras.backend.backend() == "torch":
     from kmp._backend.dense_gradients import (
         gradient_rows,
+        gradient_sample,
         gradient_values,
         map_gradient_values,
     )
     from kmp._backend.torch import (
+        after,
         all_reduce_sum,
         apply_if,
+        compute_if,
         device,
         matmul_float32,
+        note_loss,
         platform,
         read,
         restore_after_skip,
@@ -84,16 +96,20 @@ else:
     )
 
 __all__ = [
+    "after",
     "all_reduce_sum",
     "apply_if",
     "compiled_bytes",
+    "compute_if",
     "device",
     "gradient_rows",
+    "gradient_sample",
     "gradient_values",
     "gradients",
     "is_concrete",
     "map_gradient_values",
     "matmul_float32",
+    "note_loss",
     "platform",
     "random_state",
     "read",

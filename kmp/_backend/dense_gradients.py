@@ -1,6 +1,6 @@
 """Gradients of backends on which Keras has dense ones alone: JAX and PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kmp._types import Gradient, Tensor
 
@@ -11,6 +11,11 @@ def gradient_values(gradient: Gradient) -> Tensor:
 
 
 gradient_rows = gradient_values
+
+
+def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
+    """The numbers of a gradient at each so many places along each axis."""
+    return gradient[tuple(slice(None, None, stride) for stride in strides)]
 
 
 def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient) -> Gradient:

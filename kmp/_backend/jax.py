@@ -20,14 +20,45 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     return x
 
 
-def verdict(nonfinite: Tensor) -> Tensor:
-    """The flag that everybody acts on: bool[], whether all of float32[n] counts are 0.
+def verdict(
+    nonfinite: Tensor, loss_nonfinite: Tensor, due: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The flags that everybody acts on: whether all of float32[n] counts are 0, float32[] is, ...
 
     The dot product keeps XLA from copying the reductions of all gradients into each of the masked
     updates, with which the compile time would grow as the square of the number of variables. An
     optimization barrier does so on accelerators, but the CPU compiler removes it too early.
     """
-    return jax.lax.optimization_barrier(jnp.dot(nonfinite, nonfinite)) == 0
+    finite = jax.lax.optimization_barrier(jnp.dot(nonfinite, nonfinite)) == 0
+    return finite, loss_nonfinite == 0, due
+
+
+def after(finite: Tensor, sample: Tensor) -> Tensor:
+    """`finite`, known only once `sample` is."""
+    return jnp.logical_and(finite, jnp.logical_not(jnp.dot(sample, sample) < 0))
+
+
+def note_loss(variable: Variable, nonfinite: Tensor) -> None:
+    """Nothing: on JAX the loss is scaled inside the differentiated function, which is pure."""
+
+
+def compute_if(
+    pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor, dear: bool = False
+) -> Tensor:
+    """`compute()` if `pred`, else `otherwise`; neither writes anything.
+
+    On CPUs a conditional, which costs nothing there. On accelerators one stalls the device: a
+    select, unless what is computed is `dear`. Its result is small; the weights are not part of it.
+    """
+
+    def branch() -> Tensor:
+        return jax.lax.cond(pred, compute, lambda: otherwise)
+
+    if dear:
+        return branch()
+    return jax.lax.platform_dependent(
+        cpu=branch, default=lambda: jnp.where(pred, compute(), otherwise)
+    )
 
 
 class _MaskedScope(keras.StatelessScope):
@@ -99,13 +130,16 @@ def read(model: Any, variables: list[Variable]) -> list[Tensor]:
 def restore_after_skip(
     model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
 ) -> Callable:
-    """Wrap Keras's stateless train step: a skipped one returns `undone_of(model)` as it came."""
+    """Wrap Keras's stateless train step: a skipped one returns `undone_of(model)` as it came.
+
+    And the loss scale, where the loss was not finite either: the optimizer cannot see the loss.
+    """
 
     def step(state, data):
         logs, new_state = train_step(state, data)
-        skipped_steps = [id(v) for v in model.optimizer.variables].index(
-            id(model.optimizer.skipped_steps)
-        )
+        optimizer = model.optimizer
+        place = {id(v): i for i, v in enumerate(optimizer.variables)}
+        skipped_steps = place[id(optimizer.skipped_steps)]
         applied = new_state[2][skipped_steps] == state[2][skipped_steps]
         undone = {id(v) for v in undone_of(model)}
 
@@ -117,7 +151,17 @@ def restore_after_skip(
 
         non_trainable = kept(model.non_trainable_variables, new_state[1], state[1])
         metrics = kept(model.metrics_variables, new_state[3], state[3])
-        return logs, (new_state[0], non_trainable, new_state[2], metrics)
+        optimizer_state = list(new_state[2])
+        nonfinite_losses = getattr(model._loss_tracker, "nonfinite_losses", None)
+        for variable, count in zip(model.metrics_variables, new_state[3], strict=True):
+            if variable is nonfinite_losses:
+                hopeless = ~applied & (count > 0)
+                scale = place[id(optimizer.dynamic_scale)]
+                events = place[id(optimizer.overflow_events)]
+                optimizer_state[scale] = jnp.where(hopeless, state[2][scale], new_state[2][scale])
+                loss_finite = jnp.where(hopeless, 0.0, new_state[2][events][0, -1])
+                optimizer_state[events] = new_state[2][events].at[0, -1].set(loss_finite)
+        return logs, (new_state[0], non_trainable, optimizer_state, metrics)
 
     return step
 

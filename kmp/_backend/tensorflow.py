@@ -1,6 +1,6 @@
 """The TensorFlow side of `kmp._backend`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -66,6 +66,18 @@ def gradient_rows(gradient: Gradient) -> Tensor:
     return tf.math.unsorted_segment_sum(values, tf.cumsum(new), tf.shape(new)[0])
 
 
+def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
+    """The numbers of a gradient at each so many places along each axis; zero where it has none."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient[tuple(slice(None, None, stride) for stride in strides)]
+    first, *others = strides
+    sampled = gradient.indices % first == 0
+    rows = tf.where(sampled, gradient.indices // first, -1)  # negative ones are left out
+    values = gradient.values[(slice(None), *(slice(None, None, s) for s in others))]
+    number = -(-gradient.dense_shape[0] // first)
+    return tf.math.unsorted_segment_sum(values, rows, number)
+
+
 def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient) -> Gradient:
     """Apply an elementwise function to the numbers of a gradient; sparse stays sparse."""
     if isinstance(gradient, tf.IndexedSlices):
@@ -74,16 +86,48 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
     return function(gradient)
 
 
-def verdict(nonfinite: Tensor) -> Tensor:
-    """The flag that everybody acts on: bool[], whether all of float32[n] counts are 0.
+def verdict(
+    nonfinite: Tensor, loss_nonfinite: Tensor, due: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The flags that everybody acts on: whether all of float32[n] counts are 0, float32[] is, ...
 
     XLA would copy the reductions of all gradients into each of the selected updates; it does not
     look through a dot product on CPUs, nor through a barrier on accelerators.
     """
     if not inside_xla():
-        return tf.reduce_sum(nonfinite) == 0
+        return tf.reduce_sum(nonfinite) == 0, loss_nonfinite == 0, due
     total = tf.tensordot(nonfinite, nonfinite, 1)
-    return gen_xla_ops.xla_optimization_barrier([total])[0] == 0
+    finite = gen_xla_ops.xla_optimization_barrier([total])[0] == 0
+    return finite, loss_nonfinite == 0, due
+
+
+def after(finite: Tensor, sample: Tensor) -> Tensor:
+    """`finite`, known only once `sample` is."""
+    if not inside_xla():
+        return finite
+    return tf.logical_and(finite, tf.logical_not(tf.tensordot(sample, sample, 1) < 0))
+
+
+def note_loss(variable: Variable, nonfinite: Tensor) -> None:
+    """Remember until the next step that a loss was not finite.
+
+    Not under a `tf.distribute` strategy, whose replicas have a loss each.
+    """
+    if not tf.distribute.has_strategy():
+        variable.assign(tf.maximum(variable.value, tf.cast(nonfinite, "float32")))
+
+
+def compute_if(
+    pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor, dear: bool = False
+) -> Tensor:
+    """`compute()` if `pred`, else `otherwise`; neither writes anything.
+
+    On CPUs and outside XLA a conditional. Inside XLA on accelerators one stalls the device: a
+    select, unless what is computed is `dear`. Its result is small; the weights are not part of it.
+    """
+    if dear or not inside_xla() or platform() == "cpu":
+        return tf.cond(pred, compute, lambda: otherwise)
+    return tf.where(pred, compute(), otherwise)
 
 
 def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:

@@ -84,16 +84,20 @@ def _decide_once(
     strategy: Any, optimizer: Any, gradients: list[Gradient], variables: list[Variable]
 ) -> None:
     on_each_replica = strategy.extended.call_for_each_replica
-    gradients = on_each_replica(optimizer.unscaled, args=(gradients, variables))
-    local = [None if g is None else strategy.experimental_local_results(g)[0] for g in gradients]
-    measured, finite = optimizer.measured(local, variables)
+    scaled = gradients
+    gradients = on_each_replica(optimizer.unscaled, args=(scaled, variables))
+
+    def local(values):
+        return [None if g is None else strategy.experimental_local_results(g)[0] for g in values]
+
+    measured = optimizer.measured(local(scaled), local(gradients), variables)
 
     def update():
         _update(on_each_replica, optimizer.inner_optimizer, gradients, variables)
-        return finite
+        return measured.finite
 
-    tf.cond(optimizer.admitted(finite), update, lambda: finite)
-    optimizer.record(measured, finite)
+    tf.cond(optimizer.admitted(measured.finite), update, lambda: measured.finite)
+    optimizer.record(measured)
 
 
 def _update(

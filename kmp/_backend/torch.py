@@ -24,19 +24,41 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     return x
 
 
-def verdict(nonfinite: Tensor) -> Tensor:
-    """The flag that everybody acts on: bool[], whether all of float32[n] counts are 0.
+def verdict(
+    nonfinite: Tensor, loss_nonfinite: Tensor, due: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The flags that everybody acts on: whether all of float32[n] counts are 0, float32[] is, ...
 
-    With `torch.distributed` initialised, whether they are 0 in every process.
+    With `torch.distributed` initialised, whether they are 0 in every process. All come to the host
+    in one go, the one synchronisation of the step, as in PyTorch's own.
     """
-    total = nonfinite.sum()
+    totals = torch.stack([nonfinite.sum(), loss_nonfinite])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(total, op=torch.distributed.ReduceOp.SUM)
-    return total == 0
+        torch.distributed.all_reduce(totals, op=torch.distributed.ReduceOp.SUM)
+    flags = torch.cat([totals == 0] if due is None else [totals == 0, due]).cpu()
+    return flags[0], flags[1], None if due is None else flags[2:]
+
+
+def after(finite: Tensor, sample: Tensor) -> Tensor:
+    """`finite`: on torch things happen in the order of the calls."""
+    return finite
+
+
+def note_loss(variable: Variable, nonfinite: Tensor) -> None:
+    """Remember until the next step that a loss was not finite."""
+    with torch.no_grad():
+        variable.assign(torch.maximum(variable.value, nonfinite.to(torch.float32)))
+
+
+def compute_if(
+    pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor, dear: bool = False
+) -> Tensor:
+    """`compute()` if `pred`, which is on the host already, else `otherwise`."""
+    return compute() if bool(pred) else otherwise
 
 
 def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
-    """Run `update` if `finite`: the one host synchronisation of the step, as in PyTorch's own."""
+    """Run `update` if `finite`, which `verdict` has brought to the host."""
     if bool(finite):
         update()
 

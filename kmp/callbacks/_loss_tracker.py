@@ -8,8 +8,8 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
+from kmp._reading import transfer
 from kmp._types import Variable
-from kmp.callbacks._sampler import _bits
 from kmp.optimizer import LossScaleOptimizer
 
 RECENT = 128  # losses that stay readable: far more than between two looks at the usual cadence
@@ -134,17 +134,16 @@ def read_progress(model: Any) -> Progress:
     if counts_skips and optimizer.built:
         counters[-1] = optimizer.steps
         counters += [optimizer.skipped_steps, optimizer.consecutive_skips]
-    values = [ops.convert_to_tensor(x) for x in _backend.read(model, [*counters, tracker.recent])]
-    packed = ops.concatenate([ops.reshape(_bits(x), (-1,)) for x in values])
-    numbers = ops.convert_to_numpy(packed)
-    seen, counted, nonfinite, step, *skips = (int(x) for x in numbers[:-RECENT])
+    values = transfer(_backend.read(model, [*counters, tracker.recent]))
+    *numbers, recent = values
+    seen, counted, nonfinite, step, *skips = (int(x) for x in numbers)
     skipped, in_a_row = skips or (0, 0)
     return Progress(
         step=step,
         seen_steps=seen,
         counted_steps=counted,
         nonfinite_losses=nonfinite,
-        recent=numbers[-RECENT:].view("float32"),
+        recent=recent,
         skipped_steps=skipped if counts_skips else None,
         consecutive_skips=in_a_row,
     )

@@ -2,12 +2,9 @@
 
 from typing import Any
 
-import keras
-from keras import ops
-
-from kmp import _backend
-from kmp.health import COLUMNS, GradientReport
+from kmp import _backend, _reading
 from kmp.optimizer import LossScaleOptimizer
+from kmp.report import GradientReport
 
 
 def read_report(model: Any) -> GradientReport | None:
@@ -22,32 +19,7 @@ def read_report(model: Any) -> GradientReport | None:
     optimizer = model.optimizer
     if not optimizer.built:
         return None
-    variables = [
-        optimizer.dynamic_scale,
-        optimizer.steps,
-        optimizer.skipped_steps,
-        optimizer.consecutive_skips,
-        optimizer.gradient_health,
-    ]
-    values = [ops.convert_to_tensor(x) for x in _backend.read(model, variables)]
-    # Floats travel as their bits: the counters are integers and stay exact beside them.
-    packed = ops.concatenate([ops.reshape(_bits(x), (-1,)) for x in values])
-    numbers = ops.convert_to_numpy(packed)
-    floats = numbers.view("float32")
-    return GradientReport(
-        paths=optimizer.variable_paths,
-        matrix=floats[4:].reshape(-1, len(COLUMNS)),
-        loss_scale=float(floats[0]),
-        step=int(numbers[1]),
-        skipped_steps=int(numbers[2]),
-        consecutive_skips=int(numbers[3]),
-    )
-
-
-def _bits(x: Any) -> Any:
-    if keras.backend.standardize_dtype(x.dtype) == "float32":
-        return ops.view(x, "int32")
-    return ops.cast(x, "int32")
+    return _reading.read_report(optimizer, lambda variables: _backend.read(model, list(variables)))
 
 
 def require_measuring_optimizer(callback: Any, model: Any) -> None:
@@ -83,15 +55,15 @@ class Cadence:
             )
         self.update_freq = int(update_freq)
         self._last = 0
-        self._epoch_start = 0
+        self.epoch_start = 0
 
     def begin_epoch(self, step: int) -> None:
         """Start an epoch after `step` training steps; what was due stays due."""
-        self._epoch_start = step
+        self.epoch_start = step
 
     def is_due(self, batch: int) -> bool:
         """Tell whether to sample before the step with this index in the epoch."""
-        step = self._epoch_start + batch
+        step = self.epoch_start + batch
         if step - self._last < self.update_freq:
             return False
         self._last = step

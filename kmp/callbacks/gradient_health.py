@@ -1,30 +1,24 @@
 """`GradientHealth`: the optimizer's measurements in logs, warnings and TensorBoard."""
 
+import collections
 import math
 import os
 import warnings
 from typing import Any
 
 import keras
+import numpy as np
 
+from kmp._model import layers_of
 from kmp.callbacks._sampler import Cadence, read_report, require_measuring_optimizer
 from kmp.callbacks._train_step import guard_train_step
-from kmp.health import GradientReport
+from kmp.dashboard import Dashboard
+from kmp.health import FIRST_STEPS
+from kmp.report import GradientReport
 from kmp.scaling import NoOpLossScale
-from kmp.summaries import SummaryWriter
+from kmp.verdict import Limits, Verdict, judge, significant
 
-_DASHBOARD = {
-    "Mixed precision": {
-        "loss scale, log2": ["mixed_precision/loss_scale_log2$"],
-        "skipped steps": ["mixed_precision/skipped_steps$"],
-        "headroom, bits": ["mixed_precision/headroom_bits$"],
-    },
-    "Gradient health": {
-        "global norm": ["grad/global_norm$"],
-        "norm of each variable": ["grad_norm/.*"],
-        "overflows of each variable": ["grad_overflow_steps/.*"],
-    },
-}
+_WINDOW = 200  # steps that a verdict looks back on
 
 
 class GradientHealth(keras.callbacks.Callback):
@@ -41,6 +35,10 @@ class GradientHealth(keras.callbacks.Callback):
     skipped_steps    steps skipped since training began
     grad_norm        l2 norm of the last step's gradient over all variables, in true units
     headroom_bits    how often the scale could double before that gradient leaves float16
+    degraded_share   share of its non-zero values that have fewer bits in float16, at that scale
+    lost_share       share of them that would be zero in float16
+    update_ratio     log10 of update norm over weight norm, median of the variables; healthy near -3
+    verdict          0 HEALTHY, 1 CALIBRATING, 2 UNDERFLOW, 3 UNSTABLE, 4 COLLAPSED, 5 FORWARD-NAN
     ```
 
     Put it before callbacks that read these keys.
@@ -54,17 +52,32 @@ class GradientHealth(keras.callbacks.Callback):
         update_freq: int >= 1, training steps between two looks, whatever `steps_per_execution` is.
         min_grad_norm: float, the l2 norm below which a variable's gradient is reported as
             vanishing; in true units.
-        max_grad_norm: float, the l2 norm above which it is reported as exploding.
+        max_grad_norm: float, the l2 norm above which a gradient is exploding, and the run UNSTABLE;
+            in true units. Source: ours, as `min_grad_norm`.
+        max_overflow_rate: float, share of skipped steps after the first 100, of the last 200, above
+            which a run is UNSTABLE; at least five times what the rule itself costs (1 /
+            `growth_interval`) and 5 steps. Source: ours.
+        max_update_ratio: float, update norm over weight norm, median of variables and of ten looks,
+            above which a run is UNSTABLE. Source: 0.001 is healthy (CS231n); two decades are ours.
+        max_lost_share: float, share of a float16 variable's non-zero gradient that float16 rounds
+            to zero, above which it is UNDERFLOW. Source: AdaLoss (Zhao et al. 2019), 1e-3.
+        max_degraded_share: float, share that lies below float16's normal numbers, mean of the
+            float16 variables, above which it is UNDERFLOW. Source: ours.
+        spare_bits: float, doublings that the scale must have left for UNDERFLOW: otherwise a higher
+            one would overflow (65504, Micikevicius et al. 2018). Source: ours.
 
     Attributes:
         report: `kmp.GradientReport` of the last look; None before the first.
+        verdict: `kmp.verdict.Verdict` over the steps up to then, with a variable or layer to blame
+            and one line of advice; None before the first look.
 
     Raises:
         ValueError: if an argument is out of range, and in `fit` if the optimizer is not kmp's.
 
     Warns:
-        UserWarning: with the path of the variable, once for each variable and kind: an overflow,
-            a vanishing gradient, an exploding one; and float16 layers without loss scaling.
+        UserWarning: once for each kind, with counts and paths: a verdict but HEALTHY and
+            CALIBRATING, an overflow, a vanishing gradient, an exploding one; and float16 layers
+            without loss scaling.
 
     Example:
 
@@ -74,6 +87,8 @@ class GradientHealth(keras.callbacks.Callback):
     >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=[watch], verbose=0)
     >>> history.history["skipped_steps"], watch.report.step
     ([0], 1)
+    >>> watch.verdict.state
+    'HEALTHY'
     """
 
     def __init__(
@@ -83,6 +98,11 @@ class GradientHealth(keras.callbacks.Callback):
         *,
         min_grad_norm: float = 1e-7,
         max_grad_norm: float = 1e4,
+        max_overflow_rate: float = 0.01,
+        max_update_ratio: float = 0.1,
+        max_lost_share: float = 1e-3,
+        max_degraded_share: float = 0.05,
+        spare_bits: float = 4.0,
     ):
         super().__init__()
         if not 0 <= min_grad_norm < max_grad_norm:
@@ -93,16 +113,29 @@ class GradientHealth(keras.callbacks.Callback):
             )
         self.log_dir = log_dir
         self.min_grad_norm = min_grad_norm
-        self.max_grad_norm = max_grad_norm
+        self.limits = Limits(
+            max_grad_norm,
+            max_overflow_rate,
+            max_update_ratio,
+            max_lost_share,
+            max_degraded_share,
+            spare_bits,
+        )
         self.report: GradientReport | None = None
+        self.verdict: Verdict | None = None
         self._cadence = Cadence(update_freq)
-        self._writer: SummaryWriter | None = None
-        self._warned: set[tuple[str, str]] = set()
+        self._dashboard: Dashboard | None = None
+        self._warned: set[str] = set()
+        self._past: collections.deque[GradientReport] = collections.deque()
+        self._update_ratios: collections.deque[float] = collections.deque(maxlen=10)
 
     def set_model(self, model):
         super().set_model(model)
         require_measuring_optimizer(self, model)
         guard_train_step(model)
+        if not model.optimizer.measures_details:
+            model.optimizer.measures_details = True
+            model.train_function = None  # it was compiled without them
 
     def on_train_begin(self, logs=None):
         optimizer = self._model.optimizer
@@ -110,10 +143,18 @@ class GradientHealth(keras.callbacks.Callback):
             optimizer.build(self._model.trainable_variables)
         self._warn_of_unscaled_float16()
         if self.log_dir is not None:
-            self._writer = SummaryWriter(self.log_dir)
-            self._writer.custom_scalars_layout(_DASHBOARD)
+            self._dashboard = Dashboard(self.log_dir)
         report = read_report(self._model)
         self._cadence.begin_epoch(report.step if report else 0)
+        if report and report.step and not self._past:
+            self._past.append(report)  # what happened before is not this run's
+
+    def on_epoch_begin(self, epoch, logs=None):
+        model = self.model  # on JAX this brings the optimizer's variables up to date
+        if model.optimizer.built:
+            steps = (self.params or {}).get("steps")
+            last = self._cadence.epoch_start + steps if steps else 0
+            model.optimizer.sample_gradients(self._cadence.update_freq, and_at=last)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._cadence.is_due(batch):
@@ -129,51 +170,71 @@ class GradientHealth(keras.callbacks.Callback):
             logs["skipped_steps"] = report.skipped_steps
             logs["grad_norm"] = report.grad_norm
             logs["headroom_bits"] = report.headroom_bits
+            logs["degraded_share"] = _mean(report.degraded_share)
+            logs["lost_share"] = _mean(report.lost_share)
+            logs["update_ratio"] = self._update_ratio(report)
+            logs["verdict"] = self.verdict.code if self.verdict else 0
 
     def on_train_end(self, logs=None):
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._dashboard is not None:
+            self._dashboard.close()
+            self._dashboard = None
 
     def _look(self) -> GradientReport | None:
         report = read_report(self._model)
         if report is None or (self.report and self.report.step == report.step):
             return report
         self.report = report
+        ratio = self._update_ratio(report)
+        if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
+            self._update_ratios.append(ratio)
+        self.verdict = judge(
+            report,
+            self._past[-1] if self._past else None,
+            self._reference(report),
+            self._model.optimizer.loss_scale,
+            self.limits,
+            float16=self._layers("float16"),
+            update_ratios=list(self._update_ratios),
+        )
+        self._past.append(report)
         self._warn(report)
-        if self._writer is not None:
-            self._write(self._writer, report)
+        if self._dashboard is not None:
+            self._dashboard.write(report, self.verdict, self._update_ratio(report))
         return report
 
-    def _write(self, writer: SummaryWriter, report: GradientReport) -> None:
-        scalars: dict[str, float] = {
-            "mixed_precision/loss_scale": report.loss_scale,
-            "mixed_precision/loss_scale_log2": math.log2(report.loss_scale),
-            "mixed_precision/skipped_steps": report.skipped_steps,
-            "mixed_precision/consecutive_skips": report.consecutive_skips,
-            "mixed_precision/headroom_bits": report.headroom_bits,
-            "grad/global_norm": report.grad_norm,
-            "grad/max_abs": report.max_abs,
+    def _reference(self, report: GradientReport) -> GradientReport | None:
+        """The report since which overflows are no longer how the scale is found."""
+        while len(self._past) > 1 and self._past[1].step <= report.step - _WINDOW:
+            self._past.popleft()
+        settled = [past for past in self._past if past.step >= FIRST_STEPS]
+        return settled[0] if settled else None
+
+    def _layers(self, *compute_dtypes: str) -> dict[str, str]:
+        """`{path of a trainable variable: path of its layer}`, of layers that compute in these."""
+        return {
+            variable.path: layer.path
+            for layer in layers_of(self._model)
+            if layer.compute_dtype in compute_dtypes or not compute_dtypes
+            for variable in layer._trainable_variables
         }
-        for column, tag in (
-            ("l2_norm", "grad_norm"),
-            ("max_abs", "grad_max_abs"),
-            ("zero_share", "grad_zero_share"),
-            ("overflow_steps", "grad_overflow_steps"),
-        ):
-            scalars |= {f"{tag}/{path}": x for path, x in report.column(column).items()}
-        writer.scalars(scalars, report.step)
-        writer.text("mixed_precision/report", f"```\n{report}\n```", report.step)
-        writer.flush()
+
+    def _update_ratio(self, report: GradientReport) -> float:
+        """The median over the matrices; over all variables if there are none. NaN if unknown."""
+        ratios = report.update_ratio
+        matrices = {v.path for v in self._model.trainable_variables if len(v.shape) > 1}
+        chosen = [x for path, x in ratios.items() if path in matrices] or list(ratios.values())
+        return float(np.median(chosen)) if chosen else math.nan
 
     def _warn(self, report: GradientReport) -> None:
         norms, zeros = report.column("l2_norm"), report.column("zero_share")
         # A variable without a gradient has a row of zeros: not even its zeros are counted.
-        measured = {path: norm for path, norm in norms.items() if norm or zeros[path]}
+        known = set(significant(report, self._layers()))
+        measured = {p: norm for p, norm in norms.items() if (norm or zeros[p]) and p in known}
         overflowed = {
             path: f"{count} of {report.step} steps" for path, count in report.overflowed.items()
         }
-        low, high = self.min_grad_norm, self.max_grad_norm
+        low, high = self.min_grad_norm, self.limits.max_grad_norm
         vanishing = {path: f"norm {x:.2g}" for path, x in measured.items() if x < low}
         exploding = {path: f"norm {x:.2g}" for path, x in measured.items() if x > high}
         self._warn_once(
@@ -193,13 +254,17 @@ class GradientHealth(keras.callbacks.Callback):
             "lower the learning rate, or clip with global_clipnorm=1.0.",
         )
 
+        verdict = self.verdict
+        if verdict and verdict.state not in ("HEALTHY", "CALIBRATING", *self._warned):
+            self._warned.add(verdict.state)
+            warnings.warn(f"Step {report.step}: {verdict}", stacklevel=2)
+
     def _warn_once(self, kind: str, found: dict[str, str], advice: str) -> None:
-        new = {path: what for path, what in found.items() if (kind, path) not in self._warned}
-        if not new:
+        if not found or kind in self._warned:
             return
-        self._warned.update((kind, path) for path in new)
-        named = ", ".join(f"{path} ({what})" for path, what in list(new.items())[:5])
-        more = f" and {len(new) - 5} more" if len(new) > 5 else ""
+        self._warned.add(kind)
+        named = ", ".join(f"{path} ({what})" for path, what in list(found.items())[:5])
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         step = self.report.step if self.report else 0
         warnings.warn(f"Step {step}: {kind} in {named}{more}: {advice}", stacklevel=2)
 
@@ -207,10 +272,14 @@ class GradientHealth(keras.callbacks.Callback):
         model: Any = self._model
         if not isinstance(model.optimizer.loss_scale, NoOpLossScale):
             return
-        layers = [x for x in model._flatten_layers(include_self=False) if x.path]  # Input has none
+        layers = [x for x in layers_of(model)[1:] if x.path]  # Input has none
         half = [x.path for x in layers if x.compute_dtype == "float16"]
         self._warn_once(
             "float16 without loss scaling",
             dict.fromkeys(half, "compute dtype float16"),
             'gradients below 6e-8 become zero. Write kmp.scaled(..., loss_scale="dynamic").',
         )
+
+
+def _mean(shares: dict[str, float]) -> float:
+    return float(np.mean(list(shares.values()))) if shares else math.nan

@@ -1,6 +1,7 @@
 """From what a replay saw to the one call that is to blame: the first in the order of execution."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -195,5 +196,5 @@ def nonfinite_variables(
     pairs = [(v, g) for v, g in zip(variables, gradients, strict=True) if g is not None]
     if not pairs:
         return []
-    counts = count_nonfinite([g for _, g in pairs])
+    counts = count_nonfinite([g for _, g in pairs], [math.prod(v.shape) for v, _ in pairs])
     return [v for (v, _), count in zip(pairs, counts, strict=True) if float(count)]

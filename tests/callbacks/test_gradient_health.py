@@ -80,7 +80,7 @@ def test_logs_reach_history_and_csv(tmp_path, spe):
     model = linear_model(steps_per_execution=spe)
     history = fit(model, [kmp.callbacks.GradientHealth(), logger], poisoned=[1, 2, 7], epochs=2)
     assert history["skipped_steps"] == [3, 6]
-    assert history["loss_scale"] == [2.0**12, 2.0**9]
+    assert history["loss_scale"] == [2.0**15, 2.0**15]  # the loss was not finite: not its fault
     assert history["grad_norm"][-1] < history["grad_norm"][0]
     assert np.isfinite(history["headroom_bits"]).all()
     with open(tmp_path / "log.csv") as file:
@@ -101,8 +101,8 @@ def test_steps_in_tensorboard_are_true_training_steps(tmp_path, spe, update_freq
     assert [step for step, _ in found["mixed_precision/skipped_steps"]] == expected
     by_step = dict(found["mixed_precision/skipped_steps"])
     assert by_step[8] == 1 and by_step[24] == 2
-    assert dict(found["mixed_precision/loss_scale"])[24] == 2.0**13
-    assert dict(found["mixed_precision/loss_scale_log2"])[24] == 13
+    assert dict(found["mixed_precision/loss_scale"])[24] == 2.0**15
+    assert dict(found["mixed_precision/loss_scale_log2"])[24] == 15
     for path in watch.report.paths:
         assert dict(found[f"grad_overflow_steps/{path}"])[24] == 2
         norm = watch.report.column("l2_norm")[path]
@@ -118,15 +118,17 @@ def test_a_second_fit_goes_on_counting(tmp_path):
     assert steps == [5, 10, 12, 15, 20, 24]
 
 
+@pytest.mark.filterwarnings("ignore:Step .*(FORWARD-NAN|UNSTABLE)")
 def test_overflow_is_warned_of_once_by_name_with_its_count():
     model = linear_model()
     with pytest.warns(
         UserWarning, match=r"Step 4: gradient overflow.*dense/kernel \(2 of 4 st"
     ) as w:
         fit(model, [kmp.callbacks.GradientHealth(update_freq=4)], poisoned=[1, 2, 9], epochs=2)
-    assert len([x for x in w if "overflow" in str(x.message)]) == 1
+    assert len([x for x in w if "gradient overflow" in str(x.message)]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Step .*(FORWARD-NAN|UNSTABLE)")
 @pytest.mark.parametrize(
     "factor, message",
     [(1e-12, "gradient norm below 1e-07 in .*dense/kernel"), (1e9, "norm above 10000 in .*kernel")],
@@ -222,7 +224,7 @@ def test_each_look_is_one_transfer(monkeypatch):
         transfers.append(x)
         return np.asarray(x)
 
-    monkeypatch.setattr(_sampler.ops, "convert_to_numpy", convert)
+    monkeypatch.setattr(ops, "convert_to_numpy", convert)
     assert _sampler.read_report(model).step == 12
     assert len(transfers) == 1
 

@@ -1,0 +1,95 @@
+"""What the optimizer measures: the variables that hold it, when, and how it is read."""
+
+from typing import Any
+
+from keras import ops
+
+from kmp import _sample, health
+from kmp._arguments import whole_number
+from kmp._reading import read_report
+from kmp._types import Variable
+from kmp.report import GradientReport
+
+
+class MeasuresGradients:
+    """Mixin of the optimizer: the measurements' variables, and the way to plan and read them."""
+
+    built: bool
+    measure_gradients: bool
+    add_variable: Any
+    gradient_health: Any = None
+    measures_details = False
+
+    def _build_measurements(self, rows: int) -> None:
+        self.loss_nonfinite = self._add_levels("loss_nonfinite", ())
+        if not self.measure_gradients:
+            return
+        self.gradient_health = self._add_levels("gradient_health", (rows, len(health.COLUMNS)))
+        self.gradient_details = self._add_levels(
+            "gradient_details", (rows, len(_sample.COLUMNS) + _sample.BINS)
+        )
+        self.overflow_events = self._add_levels(
+            "overflow_events", (health.NUM_EVENTS, len(health.EVENT_COLUMNS))
+        )
+        self.sampling = self.add_variable(
+            shape=(4,), dtype="int32", aggregation="none", name="sampling"
+        )
+
+    def _require_measurements(self, method: str) -> None:
+        if not self.built or self.gradient_health is None:
+            raise ValueError(
+                f"`{method}` needs an optimizer that is built and measures. Received: "
+                f"built={self.built}, measure_gradients={self.measure_gradients}. Call "
+                "optimizer.build(model.trainable_variables) first, and leave "
+                "measure_gradients=False out."
+            )
+
+    def _add_counter(self, name: str) -> Variable:
+        return self.add_variable(shape=(), dtype="int32", aggregation="none", name=name)
+
+    def _add_levels(self, name: str, shape: tuple[int, ...]) -> Variable:
+        return self.add_variable(shape=shape, dtype="float32", aggregation="none", name=name)
+
+    def sample_gradients(self, update_freq: int, *, and_at: int = 0, details: bool = True) -> None:
+        """Choose how often to measure; `GradientHealth` does so in `fit`.
+
+        Call it before the step is compiled: one that is compiled already keeps its details, or does
+        without.
+
+        Args:
+            update_freq: int >= 1, training steps between two measurements of levels and details.
+                The first 100 steps and overflows have their levels measured anyhow.
+            and_at: int, one more step to measure, by its number in training, counted from 1.
+            details: bool, whether to measure weights, updates and exponents too, on samples of at
+                most 4,096 numbers a variable.
+
+        Raises:
+            ValueError: if the optimizer is not built or does not measure, or a value is no number
+                of steps.
+        """
+        self._require_measurements("sample_gradients")
+        interval = whole_number("update_freq", update_freq, "sample_gradients")
+        chosen = ops.convert_to_tensor([interval, and_at], "int32")
+        noted = ops.convert_to_tensor(self.sampling)[2:]
+        self.sampling.assign(ops.concatenate([chosen, noted]))
+        self.measures_details = bool(details)
+
+    def gradient_report(self) -> GradientReport:
+        """Return what has been measured so far, in one transfer: for loops of your own.
+
+        It waits for the device; ask seldom. On JAX assign the state that the compiled step returned
+        to `optimizer.variables` first.
+
+        Raises:
+            ValueError: if the optimizer is not built or does not measure.
+
+        Example:
+
+        >>> optimizer = kmp.scaled("sgd", learning_rate=0.5)
+        >>> weight = keras.Variable([1.0, 2.0], name="weight")
+        >>> optimizer.build([weight])
+        >>> optimizer.gradient_report().paths
+        ('weight',)
+        """
+        self._require_measurements("gradient_report")
+        return read_report(self, lambda variables: [v.value for v in variables])

@@ -1,0 +1,122 @@
+"""The dear measurements: exponents and updates, from a sample of each variable.
+
+All variables share one concatenation and one segment sum, so that neither the compile time nor the
+number of kernels grows with them. The sample is strided along each axis on its own: a flattened
+one would gather a sharded variable on every device.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from keras import ops
+
+from kmp import _backend
+from kmp._types import Gradient, Tensor, Variable
+
+SAMPLE_SIZE = 4096  # numbers of a variable at most: a share of 0.1% is then four of them
+LOWEST, HIGHEST = -28, 16  # the exponents at the ends, where those beyond are counted too
+# Zeros, one bin an exponent, and what is not finite. `[2**e, 2**(e + 1))` of the scaled gradient.
+BINS = HIGHEST - LOWEST + 3
+COLUMNS = ("weight_norm", "update_norm", "unmoved_share")
+WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE = range(len(COLUMNS))
+_KEYS = BINS + 4  # beside the bins: three sums, and the count that the share is of
+_EXPONENT_BITS, _BIAS, _MANTISSA = 255, 127, 23
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """One stride an axis that leave at most `SAMPLE_SIZE` numbers, and more than an eighth of it.
+
+    They are odd: a stride of 64 over 512 columns would see eight columns alone.
+
+    Example:
+
+    >>> strides_of((512, 512))
+    (7, 15)
+    """
+    strides = [1] * len(shape)
+    while math.prod(left := _left(shape, strides)) > SAMPLE_SIZE:
+        axis = len(left) - 1 - left[::-1].index(max(left))
+        strides[axis] = 2 * strides[axis] + 1
+    return tuple(strides)
+
+
+def sample_size(shape: Sequence[int]) -> int:
+    """How many numbers of a variable of this shape are sampled."""
+    return math.prod(_left(shape, strides_of(shape)))
+
+
+def _left(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    return [-(-size // stride) for size, stride in zip(shape, strides, strict=True)]
+
+
+def sample_weights(variables: Sequence[Variable]) -> Tensor:
+    """float32[n]: the samples of the variables' present values, one after another."""
+    values = [
+        _backend.gradient_sample(ops.convert_to_tensor(v), strides_of(v.shape)) for v in variables
+    ]
+    return ops.concatenate([ops.cast(ops.reshape(x, (-1,)), "float32") for x in values])
+
+
+def measure_sample(
+    gradients: Sequence[Gradient],
+    scale: Tensor,
+    variables: Sequence[Variable],
+    before: Tensor,
+) -> Tensor:
+    """Measure gradients, weights and their update.
+
+    Args:
+        gradients: true gradient of each variable, as of `kmp.health.measure`.
+        scale: float32[], the loss scale that they were multiplied with in float16.
+        variables: the variables, after the update.
+        before: float32[n], `sample_weights` before it.
+
+    Returns:
+        float32[num_variables, 3 + 47]: `COLUMNS`, then the counts of zeros, of each exponent of
+        the scaled gradient and of what is not finite. Norms are estimates of the whole variable's.
+    """
+    shapes = [tuple(v.shape) for v in variables]
+    sizes = [sample_size(shape) for shape in shapes]
+    parts = [
+        ops.zeros((size,), "float32")
+        if gradient is None
+        else ops.cast(
+            ops.reshape(_backend.gradient_sample(gradient, strides_of(shape)), (-1,)), "float32"
+        )
+        for gradient, shape, size in zip(gradients, shapes, sizes, strict=True)
+    ]
+    gradient = ops.concatenate(parts)
+    weights = sample_weights(variables)
+    update = ops.subtract(weights, before)
+    present = ops.cast(ops.not_equal(gradient, 0.0), "float32")
+    unmoved = present * ops.cast(ops.equal(update, 0.0), "float32")
+    first_key = np.repeat(np.arange(len(sizes), dtype="int32") * _KEYS, sizes)
+    first_key = ops.convert_to_tensor(first_key, "int32")
+    keys = [ops.cast(_bin(gradient * scale), "int32"), *(BINS + i for i in range(4))]
+    values = [ops.ones_like(gradient), ops.square(weights), ops.square(update), unmoved, present]
+    sums = ops.segment_sum(
+        ops.concatenate(values),
+        ops.concatenate([ops.add(first_key, key) for key in keys]),
+        num_segments=len(sizes) * _KEYS,
+    )
+    sums = ops.reshape(sums, (len(sizes), _KEYS))
+    whole = np.array([math.prod(s) / max(n, 1) for s, n in zip(shapes, sizes, strict=True)])
+    whole = ops.convert_to_tensor(whole.astype("float32")[:, None])
+    return ops.concatenate(
+        [
+            ops.sqrt(sums[:, BINS : BINS + 2] * whole),
+            sums[:, BINS + 2 : BINS + 3] / ops.maximum(sums[:, BINS + 3 :], 1.0),
+            sums[:, :BINS],
+        ],
+        axis=1,
+    )
+
+
+def _bin(values: Tensor) -> Tensor:
+    """int32[n]: the bin of each number, read off its bits: exact, and without a logarithm."""
+    bits = ops.right_shift(ops.view(values, "int32"), _MANTISSA)
+    exponent = ops.bitwise_and(bits, _EXPONENT_BITS) - _BIAS
+    inner = ops.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1
+    outer = ops.where(ops.equal(values, 0.0), 0, inner)
+    return ops.where(exponent > _BIAS, BINS - 1, outer)
