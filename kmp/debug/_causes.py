@@ -9,10 +9,10 @@ from keras import ops
 from kmp import _backend
 from kmp._types import Gradient, Variable
 from kmp.debug._blame import Blame, Cotangents, is_bad, measure
-from kmp.debug._formats import range_of
 from kmp.debug._policies import under
 from kmp.debug._replay import Call
 from kmp.debug.stats import TensorStats, tensor_stats
+from kmp.formats import formats
 from kmp.trees import is_float
 
 _HALF = ("float16", "bfloat16")
@@ -72,9 +72,9 @@ def backward_cause(
     if dtype not in _HALF:
         return f"finite where all layers compute in float32 (largest {_largest(again):.5g})"
     found, largest = _left_the_range(again, dtype), _largest(again)
-    if largest <= range_of(dtype).largest:
+    if largest <= formats[dtype].largest:
         return f"{found}. {_ADVICE}"
-    holds = 2.0 ** math.floor(math.log2(range_of(dtype).largest / (largest / scale)))
+    holds = 2.0 ** math.floor(math.log2(formats[dtype].largest / (largest / scale)))
     return f"{found}. A loss scale of at most {holds:g} holds it; or k{_ADVICE[1:]}"
 
 
@@ -83,7 +83,7 @@ def _largest(stats: tuple[TensorStats, ...]) -> float:
 
 
 def _left_the_range(in_float32: tuple[TensorStats, ...], dtype: str) -> str:
-    largest, limit = _largest(in_float32), range_of(dtype).largest
+    largest, limit = _largest(in_float32), formats[dtype].largest
     what = "it" if largest > limit else "a number on the way"
     return f"finite in float32 (largest {largest:.5g}): {what} left {dtype} (at most {limit:.5g})"
 

@@ -9,10 +9,11 @@ from keras import ops
 
 from kmp import _backend
 from kmp._types import Tree
-from kmp.debug._formats import range_of, shares
 from kmp.debug._preserved import Preserved
 from kmp.debug._replay import Batch, Call, backward, floats, forward
+from kmp.debug._shares import shares
 from kmp.debug.noise import as_float64
+from kmp.formats import formats
 
 HALF_DTYPES = ("float16", "bfloat16")
 LARGEST_SCALE = 2.0**24  # the ceiling of kmp.DynamicLossScale
@@ -118,9 +119,7 @@ def advised_scale(peak: float) -> float:
     """The largest power of two that leaves `peak` a doubling away from the end of float16."""
     if not 0 < peak < math.inf:
         return LARGEST_SCALE
-    return min(
-        2.0 ** (math.floor(math.log2(range_of("float16").largest / peak)) - 1), LARGEST_SCALE
-    )
+    return min(2.0 ** (math.floor(math.log2(formats["float16"].largest / peak)) - 1), LARGEST_SCALE)
 
 
 def _shares(arrays: list[np.ndarray], scale: float | None) -> dict[str, Share]:

@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from kmp._types import Tensor
-from kmp.debug._formats import range_of
+from kmp.formats import formats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def tensor_stats(x: Tensor) -> TensorStats:
 
     Example:
 
-    >>> print(tensor_stats(ops.array([0.0, 3e-6, 70000.0, -4.0], "float16")))
+    >>> print(tensor_stats(ops.array([0.0, 3e-6, np.inf, -4.0], "float16")))
     float16[4] on ..., from -4 to 2.98...e-06, 1 zero, 1 subnormal, 1 inf
     """
     tensor: Any = x.value if isinstance(x, keras.Variable) else x
@@ -96,7 +96,7 @@ def tensor_stats(x: Tensor) -> TensorStats:
             "Call tensor_stats outside of compiled functions, on a tensor or an array."
         ) from error
     finite = values[np.isfinite(values)]
-    tiny = range_of(dtype).smallest_normal if is_float else 0.0
+    tiny = formats[dtype].smallest_normal if is_float else 0.0
     magnitudes = np.abs(finite)
     return TensorStats(
         shape=tuple(values.shape),

@@ -1,30 +1,9 @@
-"""The ranges of the float formats, from their own definitions."""
+"""What becomes of float32 numbers in half precision."""
 
-import dataclasses
-
-import ml_dtypes  # Keras requires it
+import ml_dtypes  # noqa: F401 - gives NumPy bfloat16
 import numpy as np
 
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """Where a float format ends.
-
-    Attributes:
-        largest: the largest finite number.
-        smallest_normal: below it precision is lost bit by bit.
-        smallest_subnormal: half of it rounds to zero, and so does all below.
-    """
-
-    largest: float
-    smallest_normal: float
-    smallest_subnormal: float
-
-
-def range_of(dtype: str) -> Range:
-    """The range of `dtype`, a Keras name such as "bfloat16"."""
-    info = ml_dtypes.finfo(dtype)
-    return Range(float(info.max), float(info.smallest_normal), float(info.smallest_subnormal))
+from kmp.formats import formats
 
 
 def shares(values: np.ndarray, dtype: str, scale: float = 1.0) -> tuple[float, float, float]:
@@ -34,7 +13,7 @@ def shares(values: np.ndarray, dtype: str, scale: float = 1.0) -> tuple[float, f
         The shares of the numbers that are not zero that overflow, that are lost (become zero), and
         that are degraded (not lost, but subnormal there).
     """
-    limits = range_of(dtype)
+    limits = formats[dtype]
     magnitudes = np.abs(values[values != 0].astype("float64")) * scale
     if not magnitudes.size:
         return 0.0, 0.0, 0.0
