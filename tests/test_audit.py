@@ -79,19 +79,22 @@ def test_float16_on_a_tpu(monkeypatch):
     assert kinds_of(model_of(layers.Dense(8), layers.Dense(8, dtype="float32"))) == []
 
 
-@pytest.mark.parametrize("loss", [CROSSENTROPY(), "sparse_categorical_crossentropy"])
 @pytest.mark.parametrize(
-    "head", [[layers.Softmax], [lambda: layers.Activation("sigmoid")], []], ids=str
+    "loss", [CROSSENTROPY(), "sparse_categorical_crossentropy"], ids=["object", "name"]
+)
+@pytest.mark.parametrize(
+    "head",
+    [layers.Softmax, lambda: layers.Activation("sigmoid"), None],
+    ids=["softmax", "sigmoid", "dense"],
 )
 def test_half_softmax(head, loss):
-    activation = None if head else "softmax"
-    stack = [layers.Dense(8, activation), *(make() for make in head)]
+    stack = [layers.Dense(8, None if head else "softmax"), *([head()] if head else [])]
     model = model_of(*stack, loss=loss)
     (finding,) = kmp.audit(model).of_kind("half softmax")
     assert finding.path == path_of(model.layers[-1]) and "Float32OutputDense" in finding.advice
 
 
-@pytest.mark.parametrize("loss", [CROSSENTROPY(from_logits=True), "mse"])
+@pytest.mark.parametrize("loss", [CROSSENTROPY(from_logits=True), "mse"], ids=["logits", "mse"])
 def test_a_softmax_whose_logarithm_nobody_takes_is_harmless(loss):
     assert "half softmax" not in kinds_of(model_of(layers.Dense(8, "softmax"), loss=loss))
 
@@ -199,7 +202,7 @@ def test_every_kind_is_documented():
     assert all(f'"{kind}"' in kmp.audit.__doc__ for kind in HAZARDS)
 
 
-@pytest.mark.parametrize("model", [layers.Dense(1), None, "model"])
+@pytest.mark.parametrize("model", [layers.Dense(1), None, "model"], ids=["layer", "None", "str"])
 def test_what_is_no_model_is_refused(model):
     with pytest.raises(TypeError, match=r"must be a keras\.Model"):
         kmp.audit(model)

@@ -1,6 +1,5 @@
 """What becomes of float32 numbers in half precision."""
 
-import ml_dtypes  # noqa: F401 - gives NumPy bfloat16
 import numpy as np
 
 from kmp.formats import formats
