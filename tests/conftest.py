@@ -1,6 +1,8 @@
 """One backend a process: KERAS_BACKEND=tensorflow|jax|torch pytest."""
 
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -8,6 +10,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Several host devices, so that distribution is tested on any machine.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Many tests compile the same small programs: one of them does it, in whatever process it runs.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/kmp-{os.getpid()}")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import keras
 import pytest
@@ -24,6 +30,12 @@ if BACKEND == "tensorflow":
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "only(*backends): runs on these backends alone")
+
+
+def pytest_unconfigure():
+    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    if cache.endswith(f"kmp-{os.getpid()}"):  # a worker has that of the process that started it
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):

@@ -383,7 +383,7 @@ def test_the_map_of_a_diagnosis_converts_a_model():
     assert report.kept[path] == "float32 in the map" and model.dtype_policy.name == "mixed_float16"
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
     with pytest.raises(ValueError, match="'mixed_float16' by default and 'mixed_bfloat16' for"):
-        kmp.to_mixed_precision(sequential(), map_of("mixed_bfloat16"))
+        kmp.to_mixed_precision(model, map_of("mixed_bfloat16"))
 
     model, x = kinds.functional(X, layers.Dense(8, name="body"))
     model.compile("sgd", "mse")

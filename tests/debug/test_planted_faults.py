@@ -79,3 +79,26 @@ def test_the_map_of_diagnose_cures(architecture, layer, fault):
         assert np.isfinite(new).all()
         if "bias" not in variable.path or architecture == "residual":
             assert (new != ops.convert_to_numpy(old)).any(), variable.path
+
+
+# What loss scaling cannot cure it must not hide, and what it does cure is no fault any more: the
+# scale sinks until the gradients fit.
+VERDICTS = {
+    "overflow": "FORWARD-NAN",
+    "nan": "FORWARD-NAN",
+    "underflow": "COLLAPSED",  # what was lost forward divides by zero backward
+    "gradient": "HEALTHY",
+}
+
+
+@pytest.mark.only("torch")  # which has nothing to compile; tests/callbacks has each kind on all
+@pytest.mark.filterwarnings("ignore:Step ")
+@pytest.mark.parametrize("architecture, layer, fault", CASES[::10], ids=IDS[::10])
+def test_gradient_health_gives_the_verdict(architecture, layer, fault):
+    model, x, y = make(architecture)
+    plant(find(model, layer), fault)
+    model.compile(kmp.scaled("sgd", learning_rate=1e-3), loss=model.loss)
+    health = kmp.callbacks.GradientHealth()
+    x, y = (np.concatenate([batch] * 130) for batch in (x, y))
+    model.fit(x, y, batch_size=architectures.BATCH, shuffle=False, verbose=0, callbacks=[health])
+    assert health.verdict.state == VERDICTS[fault], str(health.verdict)
