@@ -29,7 +29,7 @@ def data():
     random = np.random.default_rng(3)
     x = random.normal(size=(BATCH * BATCHES, 6)).astype("float32")
     y = x[:, :1] * 2 + 1
-    x[POISONED_BATCH * BATCH + 5, 1] = np.inf
+    y[POISONED_BATCH * BATCH + 5] = 1e4  # the loss is finite, its gradient in float16 is not
     return x, y
 
 
