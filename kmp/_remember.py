@@ -5,26 +5,12 @@ from typing import Any
 
 import keras
 
-from kmp._heads import graph_of
 from kmp._model import forget_functions, layers_of
 from kmp.policy import Policy, get_policy
 
 
-class _ContainerPolicy(Policy):
-    """The policy of a Functional or Sequential model, which computes nothing itself.
-
-    It hands its inputs on as they are, for the first layers to cast or not: raw inputs would not
-    survive the cast to half precision that Keras makes on entry.
-    """
-
-    def convert_input(self, x, autocast, dtype):
-        return super().convert_input(x, False, dtype)
-
-
-def give_policy(layer: keras.Layer, policy: Any) -> None:
+def give_policy(layer: Any, policy: Any) -> None:
     """Set the policy of a layer that is built already."""
-    if graph_of(layer) is not None and policy != Policy("float32"):
-        policy = _ContainerPolicy(str(get_policy(policy)))
     layer._dtype_policy = policy  # the public setter would write into a shared DTypePolicyMap
 
 

@@ -78,7 +78,7 @@ def to_mixed_precision(
     - output layers: the last ones with weights before each output, and what follows them (logits
       and softmax want float32). If the policy names an output dtype, they compute in that one;
     - preprocessing layers (`Normalization`, `Rescaling`, augmentation), since raw inputs leave
-      the range of half precision, and the inputs of models are no longer cast on entry;
+      the range of half precision;
     - layers with an activity regularizer, which Keras sums up in half precision;
     - what `filter_fn` excludes, with all that is inside.
 

@@ -145,6 +145,21 @@ def test_an_output_dtype_is_honoured_at_the_outputs():
         assert model.layers[0].compute_dtype == "bfloat16"
 
 
+def test_a_functional_model_hands_raw_inputs_on_as_they_are():
+    seen = []
+
+    class Raw(layers.Rescaling):
+        def call(self, x):
+            seen.append(keras.backend.standardize_dtype(x.dtype))
+            return super().call(x)
+
+    model = keras.Sequential([keras.Input((6,)), Raw(1e-5), layers.Dense(4), layers.Dense(2)])
+    kmp.to_mixed_precision(model, "mixed_float16")
+    raw = keras.ops.convert_to_tensor(X + 100_001.0)  # float16 would round it to inf
+    assert np.isfinite(keras.ops.convert_to_numpy(model(raw))).all()
+    assert model.layers[0].compute_dtype == "float32"
+
+
 def test_activity_regularizers_are_left_in_float32():
     """Keras adds them up in half precision, which crashes `fit` on TensorFlow."""
     model = keras.Sequential(
@@ -202,6 +217,7 @@ def test_the_optimizer_is_wrapped_with_its_state():
     assert model.optimizer.inner_optimizer is adam
     assert report.optimizer == "Adam was wrapped in kmp.LossScaleOptimizer, with its state."
     assert report.optimizer in str(report)
+    assert model.optimizer.built  # so that it can be saved before it is trained
     for old, new in zip(state, adam.variables, strict=True):
         assert np.array_equal(old, new.numpy())
     history = model.fit(X, X[:, :2], verbose=0).history
