@@ -7,7 +7,7 @@ import keras
 
 from kmp import _backend
 from kmp._heads import output_layers
-from kmp._model import layers_of, path_of
+from kmp._model import is_preprocessing, layers_of, path_of
 from kmp.formats import formats
 from kmp.layers import Float32OutputDense
 
@@ -112,7 +112,7 @@ def _activity_regularizer(model: Any) -> Hazards:
 
 def _half_preprocessing(model: Any) -> Hazards:
     for layer in _half_layers(model):
-        if any(".preprocessing." in each.__module__ for each in type(layer).__mro__):
+        if is_preprocessing(layer):
             yield (
                 path_of(layer),
                 f"its raw inputs are cast to {layer.compute_dtype} before it sees them.",

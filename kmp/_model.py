@@ -21,6 +21,11 @@ def path_of(layer: Any) -> str:
     return getattr(layer, "path", None) or layer.name
 
 
+def is_preprocessing(layer: keras.Layer) -> bool:
+    """Whether a layer is, or derives from, one of Keras's for raw inputs."""
+    return any(".preprocessing." in each.__module__ for each in type(layer).__mro__)
+
+
 def forget_functions(model: keras.Layer) -> None:
     """Drop the compiled functions of `model` and of the models in it.
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 
 from kmp._heads import graph_of, output_layers, symbolic_outputs
-from kmp._model import forget_functions, layers_of, path_of
+from kmp._model import forget_functions, is_preprocessing, layers_of, path_of
 from kmp._remember import give_policy, remember_policies
 from kmp.dtypes import half_dtype
 from kmp.optimizer import LossScaleOptimizer
@@ -219,7 +219,7 @@ def _plan(
             pass
         elif kept_with is not None:
             new, reason = kept_with[0], f"inside {kept_with[1]}"
-        elif _is_preprocessing(layer):
+        elif is_preprocessing(layer):
             reason = "preprocessing of raw inputs"
         elif excluded := [why for convert, why in filters if not convert(layer, path)]:
             reason = excluded[0]
@@ -227,7 +227,7 @@ def _plan(
             new, reason = outputs, "output layer"
         elif layer.activity_regularizer is not None:
             reason = "activity regularizer"
-        elif any(map(_is_preprocessing, inner)) and graph_of(layer) is None:
+        elif any(map(is_preprocessing, inner)) and graph_of(layer) is None:
             reason = "hands raw inputs to preprocessing layers"
         else:
             new = policy
@@ -238,10 +238,6 @@ def _plan(
 
     visit(model)
     return list(plan.values())
-
-
-def _is_preprocessing(layer: keras.Layer) -> bool:
-    return any(".preprocessing." in each.__module__ for each in type(layer).__mro__)
 
 
 def _word(policy: keras.DTypePolicy) -> str:
