@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 BACKENDS ?= tensorflow jax torch
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint compiled-counts clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
@@ -21,6 +21,17 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# What the compiled step runs and moves on a TPU and on an H100, counted without either.
+compiled-counts: $(VENV)/test.stamp $(VENV)-h100/stamp
+	$(BIN)/python benchmarks/compiled_counts.py --target tpu
+	$(VENV)-h100/bin/python benchmarks/compiled_counts.py --target h100
+
+$(VENV)-h100/stamp: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-h100
+	$(VENV)-h100/bin/pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[jax,h100]'
+	@touch $@
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -33,4 +44,4 @@ $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info logs
+	rm -rf $(VENV) $(VENV)-h100 build dist *.egg-info logs

@@ -50,51 +50,51 @@ def _left(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return [-(-size // stride) for size, stride in zip(shape, strides, strict=True)]
 
 
-def sample_weights(variables: Sequence[Variable]) -> Tensor:
-    """float32[n]: the samples of the variables' present values, one after another."""
-    values = [
-        _backend.gradient_sample(ops.convert_to_tensor(v), strides_of(v.shape)) for v in variables
+def sample(tensors: Sequence[Gradient], variables: Sequence[Variable]) -> Tensor:
+    """float32[n]: samples of a tensor of the shape of each variable, one after another.
+
+    None, where a variable has no gradient, gives zeros.
+    """
+    parts = [
+        ops.zeros((sample_size(v.shape),), "float32")
+        if x is None
+        else ops.cast(
+            ops.reshape(_backend.gradient_sample(x, strides_of(v.shape)), (-1,)), "float32"
+        )
+        for x, v in zip(tensors, variables, strict=True)
     ]
-    return ops.concatenate([ops.cast(ops.reshape(x, (-1,)), "float32") for x in values])
+    return ops.concatenate(parts)
+
+
+def sample_weights(variables: Sequence[Variable]) -> Tensor:
+    """float32[n]: the samples of the variables' present values."""
+    return sample([ops.convert_to_tensor(v) for v in variables], variables)
 
 
 def measure_sample(
-    gradients: Sequence[Gradient],
-    scale: Tensor,
-    variables: Sequence[Variable],
-    before: Tensor,
+    gradient: Tensor, before: Tensor, after: Tensor, variables: Sequence[Variable]
 ) -> Tensor:
     """Measure gradients, weights and their update.
 
     Args:
-        gradients: true gradient of each variable, as of `kmp.health.measure`.
-        scale: float32[], the loss scale that they were multiplied with in float16.
-        variables: the variables, after the update.
-        before: float32[n], `sample_weights` before it.
+        gradient: float32[n], the sample of the scaled gradients, as they were in float16.
+        before: float32[n], the sample of the weights before the update.
+        after: float32[n], the one after it.
+        variables: the variables, for their shapes.
 
     Returns:
         float32[num_variables, 3 + 47]: `COLUMNS`, then the counts of zeros, of each exponent of
-        the scaled gradient and of what is not finite. Norms are estimates of the whole variable's.
+        the gradient and of what is not finite. Norms are estimates of the whole variable's.
     """
     shapes = [tuple(v.shape) for v in variables]
     sizes = [sample_size(shape) for shape in shapes]
-    parts = [
-        ops.zeros((size,), "float32")
-        if gradient is None
-        else ops.cast(
-            ops.reshape(_backend.gradient_sample(gradient, strides_of(shape)), (-1,)), "float32"
-        )
-        for gradient, shape, size in zip(gradients, shapes, sizes, strict=True)
-    ]
-    gradient = ops.concatenate(parts)
-    weights = sample_weights(variables)
-    update = ops.subtract(weights, before)
+    update = ops.subtract(after, before)
     present = ops.cast(ops.not_equal(gradient, 0.0), "float32")
     unmoved = present * ops.cast(ops.equal(update, 0.0), "float32")
     first_key = np.repeat(np.arange(len(sizes), dtype="int32") * _KEYS, sizes)
     first_key = ops.convert_to_tensor(first_key, "int32")
-    keys = [ops.cast(_bin(gradient * scale), "int32"), *(BINS + i for i in range(4))]
-    values = [ops.ones_like(gradient), ops.square(weights), ops.square(update), unmoved, present]
+    keys = [ops.cast(_bin(gradient), "int32"), *(BINS + i for i in range(4))]
+    values = [ops.ones_like(gradient), ops.square(after), ops.square(update), unmoved, present]
     sums = ops.segment_sum(
         ops.concatenate(values),
         ops.concatenate([ops.add(first_key, key) for key in keys]),

@@ -21,18 +21,16 @@ class Measured(NamedTuple):
         loss_finite: bool[], False where the loss is known not to be finite.
         nonfinite: float32[num_variables], how many numbers of each are not finite.
         due: bool[] each, whether to measure the levels, whether to measure the details.
-        true_rows: computes the true gradient, or None, of each variable.
         levels: float32[num_variables, 4], from `health.measure`, maybe of an earlier step.
-        weights: float32[n], from `_sample.sample_weights`, if the step is sampled.
+        samples: float32[n] each, of the scaled gradients and of the weights before the update.
     """
 
     finite: Tensor
     loss_finite: Tensor
     nonfinite: Tensor
     due: tuple[Tensor, Tensor] = (None, None)
-    true_rows: Callable[[], list[Gradient]] = list
     levels: Tensor | None = None
-    weights: Tensor | None = None
+    samples: tuple[Tensor, Tensor] | None = None
 
 
 class ScaledStep:
@@ -101,31 +99,59 @@ class ScaledStep:
         self, grads: list[Gradient], true: list[Gradient], variables: list[Variable]
     ) -> Measured:
         """Look at gradients, before and after `unscaled`: are they finite, and how large."""
-        nonfinite = health.count_nonfinite(self._rows(true, variables), self._sizes)
+        rows = self._rows(true, variables)
         loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
         if self.gradient_health is None:
+            nonfinite = _backend.by_device(
+                lambda accelerator: health.count_nonfinite(rows, self._sizes, together=accelerator),
+                loss_nonfinite,
+            )
             finite, loss_finite, _ = _backend.verdict(nonfinite, loss_nonfinite, None)
             return Measured(finite, loss_finite, nonfinite)
+        previous = ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS]
+
+        def look(accelerator: bool) -> tuple[Tensor, Tensor]:
+            if not accelerator:
+                return health.count_nonfinite(rows, self._sizes), previous
+            levels = health.measure(rows, self._sizes, together=True)
+            return levels[:, health.NONFINITE], levels
+
+        nonfinite, levels = _backend.by_device(look, loss_nonfinite)
         due: Any = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
         finite, loss_finite, due = _backend.verdict(nonfinite, loss_nonfinite, due)
         # An overflow is measured whenever it comes. (Operators, as on torch these are on the host.)
         due = (due[0] | ~finite, due[1])
         scale = self.scale_state
 
-        def true_rows() -> list[Gradient]:
+        def measure() -> Tensor:
             # Divided again: the true gradients as such are never in memory, XLA divides while it
             # updates, and a branch that asked for them would have them written in every step.
-            return self._rows(self.unscaled(grads, variables, scale), variables)
+            divided = self.unscaled(grads, variables, scale)
+            return health.measure(self._rows(divided, variables), self._sizes)
 
-        weights = None
-        if self.measures_details:
-            weights, finite = self._sampled_weights(due[1], finite)
-        levels = _backend.compute_if(
-            due[0],
-            lambda: health.measure(true_rows(), self._sizes),
-            ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS],
+        levels = _backend.by_device(
+            lambda accelerator: (
+                ops.where(due[0], levels, previous)
+                if accelerator
+                else _backend.compute_if(due[0], measure, previous)
+            ),
+            loss_nonfinite,
         )
-        return Measured(finite, loss_finite, nonfinite, due, true_rows, levels, weights)
+        measured = Measured(finite, loss_finite, nonfinite, due, levels)
+        if not self.measures_details:
+            return measured
+        watched = self._trainable_variables
+        scaled = self._rows(grads, variables)
+        gradient = self._sampled_if(due[1], lambda: _sample.sample(scaled, watched))
+        weights = self._sampled_if(due[1], lambda: _sample.sample_weights(watched))
+        # Otherwise XLA may update the weights first, and would keep a copy of all of them for the
+        # sample's sake.
+        finite = _backend.after(finite, weights)
+        return measured._replace(finite=finite, samples=(gradient, weights))
+
+    def _sampled_if(self, due: Tensor, sample: Callable[[], Tensor]) -> Tensor:
+        size = sum(_sample.sample_size(v.shape) for v in self._trainable_variables)
+        return _backend.select_if(due, sample, ops.zeros((size,), "float32"))
 
     def _rows(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
         """The gradient, or None, in the row of each variable that the optimizer was built with."""
@@ -170,35 +196,17 @@ class ScaledStep:
             health.accumulate(measured.levels, measured.nonfinite, previous)
         )
         due_levels, due_details = measured.due
-        true_rows = measured.true_rows
         sampling = ops.convert_to_tensor(self.sampling)
-        if not self.measures_details:
+        if measured.samples is None:
             due_details = ops.zeros_like(due_details)
         else:
-            details = ops.convert_to_tensor(self.gradient_details)
+            watched, samples = self._trainable_variables, measured.samples
+            after = self._sampled_if(due_details, lambda: _sample.sample_weights(watched))
             self.gradient_details.assign(
                 _backend.compute_if(
                     due_details,
-                    lambda: _sample.measure_sample(
-                        true_rows(), scale, self._trainable_variables, measured.weights
-                    ),
-                    details,
-                    dear=True,
+                    lambda: _sample.measure_sample(*samples, after, watched),
+                    ops.convert_to_tensor(self.gradient_details),
                 )
             )
         self.sampling.assign(health.sampled(sampling, step, due_levels, due_details))
-
-    def _sampled_weights(self, due: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """The sample of the weights before the update; and `finite`, which waits for it.
-
-        Otherwise XLA may update the weights first, and would keep a copy of all of them for the
-        sample's sake. That the norm of a sample is never negative it does not know.
-        """
-        size = sum(_sample.sample_size(v.shape) for v in self._trainable_variables)
-        weights = _backend.compute_if(
-            due,
-            lambda: _sample.sample_weights(self._trainable_variables),
-            ops.zeros((size,), "float32"),
-            dear=True,
-        )
-        return weights, _backend.after(finite, weights)

@@ -5,12 +5,12 @@ trainable variable, `overflow_events` with one for each of the last overflows. T
 them; nothing leaves the device until somebody asks. `kmp.report` reads them on the host.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+import numpy as np
 from keras import ops
 
-from kmp import _backend
+from kmp._reduction import Columns, reduce_by_variable
 from kmp._types import Gradient, Tensor
 
 # Levels of the last measured step first, then what is counted in every step. Levels are in true
@@ -27,16 +27,17 @@ NUM_EVENTS = 16
 FIRST_STEPS = 100
 INTERVAL = 100
 
-_SMALL = 4096  # numbers: variables up to here that are of one size are measured together
 
-
-def measure(gradients: Sequence[Gradient], sizes: Sequence[int]) -> Tensor:
+def measure(
+    gradients: Sequence[Gradient], sizes: Sequence[int], *, together: bool = False
+) -> Tensor:
     """Measure gradients in the graph.
 
     Args:
         gradients: for each variable its gradient of any shape (tensor or `tf.IndexedSlices`),
             already divided by the loss scale; None gives a row of zeros.
         sizes: for each variable its number of elements, what a sparse gradient's share is of.
+        together: whether large gradients go together too, as `kmp._reduction` says.
 
     Returns:
         float32[num_variables, 4]: the columns `l2_norm`, `max_abs`, `zero_share`, `nonfinite`.
@@ -47,78 +48,38 @@ def measure(gradients: Sequence[Gradient], sizes: Sequence[int]) -> Tensor:
     [5.0, 4.0, 0.5, 0.0]
     """
 
-    def columns(values: Tensor, size: int, axis: tuple[int, ...]) -> Tensor:
+    def look(values: Tensor) -> Columns:
         values = ops.cast(values, "float32")
         finite = ops.isfinite(values)
         clean = ops.where(finite, values, 0.0)
-        zeros = size - _count(ops.not_equal(values, 0.0), axis)
-        return ops.stack(
-            [
-                ops.sqrt(ops.sum(ops.square(clean), axis)),
-                ops.max(ops.abs(clean), axis, initial=0.0),
-                zeros / max(size, 1),
-                _count(ops.logical_not(finite), axis),
-            ],
-            axis=-1,
-        )
+        nonzero, nonfinite = ops.not_equal(values, 0.0), ops.logical_not(finite)
+        counted = (ops.cast(x, "int32") for x in (nonzero, nonfinite))
+        return ops.square(clean), ops.abs(clean), *counted
 
-    return _by_variable(columns, gradients, sizes, len(COLUMNS) - 1)
+    columns = reduce_by_variable(look, gradients, sizes, together)
+    squares, max_abs, nonzero, nonfinite = (ops.cast(x, "float32") for x in columns)
+    whole = np.array([0 if g is None else n for g, n in zip(gradients, sizes, strict=True)])
+    whole = ops.convert_to_tensor(whole.astype("float32"))
+    zero_share = (whole - nonzero) / ops.maximum(whole, 1.0)
+    return ops.stack([ops.sqrt(squares), max_abs, zero_share, nonfinite], axis=1)
 
 
-def count_nonfinite(gradients: Sequence[Gradient], sizes: Sequence[int]) -> Tensor:
-    """Count what is not finite in each gradient: the column `nonfinite` alone.
+def count_nonfinite(
+    gradients: Sequence[Gradient], sizes: Sequence[int], *, together: bool = False
+) -> Tensor:
+    """Count what is not finite in each gradient: the column `nonfinite` of `measure` alone.
 
     Returns:
         float32[num_variables]; 0 for None.
     """
 
-    def column(values: Tensor, size: int, axis: tuple[int, ...]) -> Tensor:
-        return _count(ops.logical_not(ops.isfinite(values)), axis)[..., None]
+    def look(values: Tensor) -> Columns:
+        nonfinite = ops.cast(ops.logical_not(ops.isfinite(values)), "int32")
+        return nonfinite, nonfinite
 
-    return _by_variable(column, gradients, sizes, 1)[:, 0]
-
-
-def _count(mask: Tensor, axis: tuple[int, ...]) -> Tensor:
-    return ops.sum(ops.cast(mask, "float32"), axis)
-
-
-def _by_variable(
-    columns: Callable[[Tensor, int, tuple[int, ...]], Tensor],
-    gradients: Sequence[Gradient],
-    sizes: Sequence[int],
-    width: int,
-) -> Tensor:
-    """Apply `columns(values, size, axes to reduce)` to each gradient: float32[n, width].
-
-    Small dense gradients of one size are stacked and reduced in one go: the compile time and the
-    number of kernels would else grow with the number of variables.
-    """
-    groups: dict[object, list[int]] = {}
-    values = [None if g is None else _backend.gradient_rows(g) for g in gradients]
-    for i, (x, gradient, size) in enumerate(zip(values, gradients, sizes, strict=True)):
-        if x is None or size == 0:
-            groups.setdefault(None, []).append(i)
-        elif x is gradient and size <= _SMALL:
-            groups.setdefault((size, str(x.dtype)), []).append(i)
-        else:  # large, or sparse with rows of a number known at run time
-            groups[i] = [i]
-    rows, order = [], []
-    for key, members in groups.items():
-        order += members
-        if key is None:
-            rows.append(ops.zeros((len(members), width), "float32"))
-        elif isinstance(key, tuple):
-            size = sizes[members[0]]
-            together = ops.stack([ops.reshape(values[i], (size,)) for i in members])
-            rows.append(columns(together, size, (1,)))
-        else:
-            whole: Any = values[members[0]]
-            axes = tuple(range(len(whole.shape)))
-            rows.append(columns(whole, sizes[members[0]], axes)[None])
-    found = ops.concatenate(rows) if len(rows) > 1 else rows[0]
-    if order == sorted(order):
-        return found
-    return ops.take(found, [order.index(i) for i in range(len(order))], axis=0)
+    counts, present = reduce_by_variable(look, gradients, sizes, together)
+    # Two columns, and both in use, for the sake of `_backend.reduce_columns` on CPUs.
+    return ops.cast(ops.maximum(counts, present), "float32")
 
 
 def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:

@@ -63,8 +63,13 @@ class _Rule:
         return map_gradients(lambda x: ops.multiply(at_least_float32(x), state.scale), loss)
 
     def unscale(self, tree: Tree, state: ScaleState) -> Tree:
-        """Return every float leaf divided by `state.scale`, in at least float32."""
-        return map_gradients(lambda x: ops.divide(at_least_float32(x), state.scale), tree)
+        """Return every float leaf times `1 / state.scale`, in at least float32.
+
+        As torch.amp.GradScaler. XLA computes a product again wherever it is needed; a quotient it
+        would keep in memory.
+        """
+        inverse = ops.reciprocal(state.scale)
+        return map_gradients(lambda x: ops.multiply(at_least_float32(x), inverse), tree)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""

@@ -25,7 +25,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 LEVELS = [
     ["_types", "_version", "_scope"],
     ["_arguments", "_backend", "_model", "formats"],
-    ["trees", "dtypes"],
+    ["trees", "dtypes", "_reduction"],
     ["scaling", "health", "_sample", "policy"],
     ["report"],
     ["_reading"],

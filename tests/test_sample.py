@@ -42,14 +42,13 @@ def bins_by_numpy(values):
 def test_bins_are_the_exponents_of_the_scaled_gradient(mode):
     edges = 2.0 ** np.array(EXPONENTS, "float64")
     values = np.concatenate([edges, -1.5 * edges, [0.0, -0.0, np.inf, -np.inf, np.nan]])
-    scale = np.float32(8.0)
     weight = keras.Variable(np.zeros(len(values), "float32"))
 
     def measure(gradient):
-        zeros = ops.zeros((len(values),), "float32")
-        return _sample.measure_sample([gradient], ops.convert_to_tensor(scale), [weight], zeros)
+        gradient, zeros = _sample.sample([gradient], [weight]), ops.zeros((len(values),), "float32")
+        return _sample.measure_sample(gradient, zeros, zeros, [weight])
 
-    measured = compiled(measure, mode)(ops.convert_to_tensor(values.astype("float32") / scale))
+    measured = compiled(measure, mode)(ops.convert_to_tensor(values.astype("float32")))
     bins = ops.convert_to_numpy(measured)[0, 3:]
     np.testing.assert_array_equal(bins, bins_by_numpy(values))
 
@@ -67,8 +66,9 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
     flat = np.concatenate([b.ravel() for b in before])
 
     def measure(before, gradients):
-        gradients = [gradients[0], None, gradients[1]]
-        return _sample.measure_sample(gradients, ops.ones(()), variables, before)
+        gradient = _sample.sample([gradients[0], None, gradients[1]], variables)
+        after = _sample.sample_weights(variables)
+        return _sample.measure_sample(gradient, before, after, variables)
 
     present = [ops.convert_to_tensor(g) for g in gradients if g is not None]
     measured = compiled(measure, mode)(ops.convert_to_tensor(flat), present)
@@ -83,8 +83,8 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
 def test_the_norm_of_a_large_variable_is_estimated():
     weights = np.random.default_rng(1).normal(size=(300, 200)).astype("float32")
     variable = keras.Variable(weights)
-    before = _sample.sample_weights([variable]) - 0.5
-    row = _sample.measure_sample([None], ops.ones(()), [variable], before)[0]
+    after, gradient = _sample.sample_weights([variable]), _sample.sample([None], [variable])
+    row = _sample.measure_sample(gradient, after - 0.5, after, [variable])[0]
     # Of n normal numbers, the norm errs by 1 / sqrt(2 n): five standard deviations at n = 2,700.
     norm = np.linalg.norm(weights)
     np.testing.assert_allclose(ops.convert_to_numpy(row)[0], norm, rtol=0.07)

@@ -11,6 +11,7 @@ if keras.backend.backend() == "tensorflow":
         after,
         all_reduce_sum,
         apply_if,
+        by_device,
         compute_if,
         device,
         gradient_rows,
@@ -21,7 +22,9 @@ if keras.backend.backend() == "tensorflow":
         note_loss,
         platform,
         read,
+        reduce_columns,
         restore_after_skip,
+        select_if,
         verdict,
     )
     from kmp._backend.tensorflow_distribute import step_on_replicas
@@ -43,13 +46,16 @@ elif keras.backend.backend() == "jax":
         after,
         all_reduce_sum,
         apply_if,
+        by_device,
         compute_if,
         device,
         matmul_float32,
         note_loss,
         platform,
         read,
+        reduce_columns,
         restore_after_skip,
+        select_if,
         step_on_replicas,
         verdict,
     )
@@ -67,10 +73,12 @@ elif keras.backend.backend() == "torch":
         gradient_values,
         map_gradient_values,
     )
+    from kmp._backend.reductions import reduce_apart as reduce_columns
     from kmp._backend.torch import (
         after,
         all_reduce_sum,
         apply_if,
+        by_device,
         compute_if,
         device,
         matmul_float32,
@@ -78,6 +86,7 @@ elif keras.backend.backend() == "torch":
         platform,
         read,
         restore_after_skip,
+        select_if,
         step_on_replicas,
         verdict,
     )
@@ -99,6 +108,7 @@ __all__ = [
     "after",
     "all_reduce_sum",
     "apply_if",
+    "by_device",
     "compiled_bytes",
     "compute_if",
     "device",
@@ -113,7 +123,9 @@ __all__ = [
     "platform",
     "random_state",
     "read",
+    "reduce_columns",
     "restore_after_skip",
+    "select_if",
     "step_on_replicas",
     "verdict",
     "watch_gradient",

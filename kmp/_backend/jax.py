@@ -42,22 +42,48 @@ def note_loss(variable: Variable, nonfinite: Tensor) -> None:
     """Nothing: on JAX the loss is scaled inside the differentiated function, which is pure."""
 
 
-def compute_if(
-    pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor, dear: bool = False
-) -> Tensor:
-    """`compute()` if `pred`, else `otherwise`; neither writes anything.
+def by_device(compute: Callable[[bool], Any], traced: Tensor) -> Any:
+    """`compute(True)` where XLA compiles for an accelerator, `compute(False)` on a CPU.
 
-    On CPUs a conditional, which costs nothing there. On accelerators one stalls the device: a
-    select, unless what is computed is `dear`. Its result is small; the weights are not part of it.
+    Known when `traced`, of the same computation, is lowered. Outside of `jax.jit` at once: each
+    call of a conditional is compiled there.
+    """
+    if not isinstance(traced, jax.core.Tracer):
+        return compute(platform() != "cpu")
+    return jax.lax.platform_dependent(cpu=lambda: compute(False), default=lambda: compute(True))
+
+
+def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The maximum of the second column and the sums of the others, in one reduction of all.
+
+    Each gradient is then read once, and the columns as such are never in memory: a reduction of
+    one column XLA's CPU compiler splits into two, and writes the column for the first of them.
     """
 
-    def branch() -> Tensor:
-        return jax.lax.cond(pred, compute, lambda: otherwise)
+    def combine(a, b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return tuple(jnp.maximum(x, y) if i == 1 else x + y for i, (x, y) in pairs)
 
-    if dear:
-        return branch()
-    return jax.lax.platform_dependent(
-        cpu=branch, default=lambda: jnp.where(pred, compute(), otherwise)
+    zeros = tuple(jnp.zeros((), x.dtype) for x in columns)
+    return tuple(jax.lax.reduce(columns, zeros, combine, axes))
+
+
+def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+    """`compute()` if `pred`, else `otherwise`; neither writes anything."""
+    if not isinstance(pred, jax.core.Tracer):
+        return compute() if pred else otherwise
+    return jax.lax.cond(pred, compute, lambda: otherwise)
+
+
+def select_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+    """As `compute_if`, of what is cheap: on accelerators, which a conditional stalls, a select."""
+    return by_device(
+        lambda accelerator: (
+            jnp.where(pred, compute(), otherwise)
+            if accelerator
+            else compute_if(pred, compute, otherwise)
+        ),
+        pred,
     )
 
 

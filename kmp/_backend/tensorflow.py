@@ -9,7 +9,9 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 
+from kmp._backend.reductions import reduce_apart
 from kmp._backend.tensorflow_distribute import keep_old_values
+from kmp._backend.tensorflow_masked import masked_assignments
 from kmp._types import Device, Gradient, Tensor, Variable
 
 
@@ -117,25 +119,59 @@ def note_loss(variable: Variable, nonfinite: Tensor) -> None:
         variable.assign(tf.maximum(variable.value, tf.cast(nonfinite, "float32")))
 
 
-def compute_if(
-    pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor, dear: bool = False
-) -> Tensor:
-    """`compute()` if `pred`, else `otherwise`; neither writes anything.
+def by_device(compute: Callable[[bool], Any], traced: Tensor) -> Any:
+    """`compute(True)` where XLA compiles for an accelerator, else `compute(False)`."""
+    return compute(inside_xla() and platform() != "cpu")
 
-    On CPUs and outside XLA a conditional. Inside XLA on accelerators one stalls the device: a
-    select, unless what is computed is `dear`. Its result is small; the weights are not part of it.
+
+def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The maximum of the second column and the sums of the others; inside XLA in one reduction.
+
+    Each gradient is then read once, and the columns as such are never in memory: a reduction of
+    one column XLA's CPU compiler splits into two, and writes the column for the first of them.
     """
-    if dear or not inside_xla() or platform() == "cpu":
-        return tf.cond(pred, compute, lambda: otherwise)
-    return tf.where(pred, compute(), otherwise)
+    if not inside_xla():
+        return reduce_apart(columns, axes)
+
+    @tf.function
+    def combine(*both):
+        pairs = enumerate(zip(both[: len(columns)], both[len(columns) :], strict=True))
+        return tuple(tf.maximum(x, y) if i == 1 else x + y for i, (x, y) in pairs)
+
+    scalars = [tf.TensorSpec((), x.dtype) for x in columns]
+    return tuple(
+        gen_xla_ops.xla_variadic_reduce_v2(
+            inputs=columns,
+            init_values=[tf.zeros((), x.dtype) for x in columns],
+            dimensions_to_reduce=axes,
+            reducer=combine.get_concrete_function(*scalars, *scalars),
+        )
+    )
+
+
+def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+    """`compute()` if `pred`, else `otherwise`; neither writes anything."""
+    return tf.cond(pred, compute, lambda: otherwise)
+
+
+def select_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+    """As `compute_if`, of what is cheap: on accelerators, which a conditional stalls, a select."""
+    return by_device(
+        lambda accelerator: (
+            tf.where(pred, compute(), otherwise)
+            if accelerator
+            else compute_if(pred, compute, otherwise)
+        ),
+        pred,
+    )
 
 
 def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
     """Run `update`, whose effects on `variables` hold only if `finite`.
 
     Outside XLA a branch (a select would read and write every variable on its own). Inside XLA a
-    select, since a conditional stays one there and stalls the device, and since its branch could
-    not reach the other replicas.
+    select in each assignment, since a conditional may stay one there and stalls the device; with
+    replicas a select after the update, since a branch could not reach the others.
     """
     replicated = tf.distribute.has_strategy()
     if not (inside_xla() or replicated):
@@ -146,13 +182,13 @@ def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variabl
 
         tf.cond(finite, branch, lambda: finite)
         return
+    if not replicated:
+        with masked_assignments(finite, variables):
+            update()
+        return
     before = [tf.identity(v.value) for v in variables]
     update()
-    if replicated:
-        keep_old_values(finite, variables, before)
-        return
-    for variable, old in zip(variables, before, strict=True):
-        variable.assign(tf.where(finite, variable.value, old))
+    keep_old_values(finite, variables, before)
 
 
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:

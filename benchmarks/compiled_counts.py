@@ -1,0 +1,190 @@
+"""What loss scaling and gradient health add to the compiled step, counted on an H100 and a TPU.
+
+    make compiled-counts                    all of them, in environments of their own
+    python benchmarks/compiled_counts.py --target tpu --model mlp
+
+XLA's compilers for both run ahead of time on a machine that has neither: nothing is executed, and
+the counts repeat exactly. Needs JAX and the extra `tpu` or `h100` (one environment each). A row is
+the extra over plain Adam on the same model, except the first.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.update(
+    TPU_SKIP_MDS_QUERY="1",  # or it would look for the machine's metadata server
+    TPU_ACCELERATOR_TYPE="v5litepod-4",
+    TPU_WORKER_HOSTNAMES="localhost",
+    TPU_WORKER_ID="0",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # there is no TPU that two processes could quarrel about
+)
+
+import hlo
+import jax
+import keras
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from models import MODELS
+
+import kmp
+
+# What XLA's compiler needs to know of the device; NVIDIA's public figures.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 patch: 0 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def _watched(inner):
+    optimizer = kmp.LossScaleOptimizer(inner)
+    optimizer.measures_details = True  # as GradientHealth asks for
+    return optimizer
+
+
+VARIANTS = {
+    "plain": lambda inner: inner,
+    "keras": keras.optimizers.LossScaleOptimizer,
+    "kmp": lambda inner: kmp.LossScaleOptimizer(inner, measure_gradients=False),
+    "kmp, health": kmp.LossScaleOptimizer,
+    "kmp, watched": _watched,
+}
+DEFAULT_MODELS = ("large_mlp", "large_transformer", "resnet50")
+
+
+def compiled(target: str, name: str, policy: str, variant: str, inner: str):
+    """Compile one train step.
+
+    Returns:
+        `(compiled, number of parameters)`.
+    """
+    keras.config.set_dtype_policy(policy)
+    model, *data = MODELS[name]()
+    optimizer = VARIANTS[variant](getattr(keras.optimizers, inner)())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, auto_scale_loss=False)
+    model._symbolic_build(data_batch=data)  # the metrics' and the optimizer's variables
+    if target == "tpu":
+        topology = topologies.get_topology_desc("v5e:2x2", platform="tpu")
+    else:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=H100, topology="1x1x1"
+        )
+    mesh = Mesh(np.array(topology.devices), ["batch"])
+
+    def described(array, *axes):
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    state = tuple(
+        [described(v.value) for v in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+    )
+    data = tuple(described(array, "batch") for array in data)
+    step = jax.jit(model.train_step, donate_argnums=0).lower(state, data)
+    return step.compile(), model.count_params()
+
+
+def measure(target: str, name: str, policy: str, variant: str, inner: str) -> dict:
+    """Counts of one step, with its temporary memory and its number of parameters."""
+    step, parameters = compiled(target, name, policy, variant, inner)
+    found = hlo.counts(step.as_text())
+    found["temporary"] = step.memory_analysis().temp_size_in_bytes
+    return found | {"parameters": parameters}
+
+
+def table(title: str, rows: dict[str, dict]) -> str:
+    """Plain Adam's counts, and what each variant adds to them."""
+    lines = [
+        title,
+        f"{'':14} {'kernels':>8} {'GB moved':>9} {'bytes/param':>12} {'copies':>7} "
+        f"{'conditionals':>13} {'host':>5} {'temporary MB':>13}",
+    ]
+    plain = rows["plain"]
+    for variant, row in rows.items():
+        extra = {key: row[key] - plain[key] for key in row}
+        base = row if variant == "plain" else extra
+        sign = "" if variant == "plain" else "+"
+        per_parameter = extra["bytes"] / row["parameters"]
+        lines.append(
+            f"{variant:14} {base['kernels']:>{sign}8} {row['bytes'] / 1e9:>9.2f} "
+            f"{per_parameter:>12.2f} {base['copies']:>{sign}7} {row['conditionals']:>13} "
+            f"{row['host_transfers']:>5} {base['temporary'] / 1e6:>{sign}13.1f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Count, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=("h100", "tpu"), required=True)
+    parser.add_argument("--model", choices=MODELS, nargs="*", default=list(DEFAULT_MODELS))
+    parser.add_argument("--policy", default="mixed_bfloat16")
+    parser.add_argument("--optimizer", default="Adam", help="a Keras optimizer's class")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    chosen = (arguments.target, arguments.policy, arguments.optimizer)
+    if arguments.variant:
+        (name,) = arguments.model
+        target, policy, inner = chosen
+        print(json.dumps(measure(target, name, policy, arguments.variant, inner)))
+        return
+    results: dict[str, dict] = {}
+    for name in arguments.model:
+        results[name] = {}
+        for variant in VARIANTS:  # a process each: the compilers keep what they have allocated
+            print(f"{name}: {variant}", file=sys.stderr)
+            target, policy, inner = chosen
+            command = [sys.executable, __file__, "--target", target, "--model", name]
+            command += ["--policy", policy, "--optimizer", inner, "--variant", variant]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            results[name][variant] = json.loads(done.stdout.splitlines()[-1])
+    versions = {name: metadata.version(name) for name in ("keras", "jax", "jaxlib")}
+    if arguments.json:
+        print(json.dumps({"target": chosen, "versions": versions, "results": results}))
+        return
+    device = {"h100": "NVIDIA H100", "tpu": "TPU v5e, 4 chips"}[arguments.target]
+    print(", ".join(f"{name} {version}" for name, version in versions.items()))
+    for name, rows in results.items():
+        millions = rows["plain"]["parameters"] / 1e6
+        title = f"{name}, {millions:.1f} million parameters, {arguments.optimizer}, {chosen[1]}"
+        print("\n" + table(f"{title}: {device}, not run", rows))
+
+
+if __name__ == "__main__":
+    main()

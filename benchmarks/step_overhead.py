@@ -1,0 +1,115 @@
+"""What loss scaling and gradient health cost: a training step with them over a plain one.
+
+    KERAS_BACKEND=jax python benchmarks/step_overhead.py                 a table
+    KERAS_BACKEND=tensorflow python benchmarks/step_overhead.py --no-xla --model mlp
+    KERAS_BACKEND=jax python benchmarks/step_overhead.py --json          the same as JSON
+
+Every variant trains the same model with Adam in `fit`, in turn, and a ratio is that of the CPU
+seconds of neighbours: what else the machine does meets both. "watched" has a `GradientHealth` at
+its default cadence. The first hundred steps, each of which is measured, are over by then.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # keep TensorFlow's start-up quiet
+
+import keras
+import numpy as np
+from models import MODELS
+
+import kmp
+from kmp.doctor import environment, environment_line
+
+VARIANTS = {
+    "plain": lambda inner: inner,
+    "keras": keras.optimizers.LossScaleOptimizer,
+    "kmp": lambda inner: kmp.LossScaleOptimizer(inner, measure_gradients=False),
+    "health": kmp.LossScaleOptimizer,
+    "watched": kmp.LossScaleOptimizer,
+}
+WARM_UP = 110
+
+
+class Run:
+    """A model and its data in one variant."""
+
+    def __init__(self, name: str, variant: str, steps: int, xla: bool):
+        keras.utils.set_random_seed(0)
+        self.model, x, y = MODELS[name]()
+        optimizer = VARIANTS[variant](keras.optimizers.Adam(1e-4))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.model.compile(optimizer, loss, jit_compile=xla, auto_scale_loss=False)
+        self.batch = len(x)
+        self.x, self.y = np.concatenate([x] * steps), np.concatenate([y] * steps)
+        self.callbacks = [kmp.callbacks.GradientHealth()] if variant == "watched" else []
+
+    def fit(self) -> float:
+        """Train one epoch; the CPU seconds that it took."""
+        start = time.process_time()
+        self.model.fit(self.x, self.y, batch_size=self.batch, verbose=0, callbacks=self.callbacks)
+        return time.process_time() - start
+
+
+def overhead(name: str, policy: str, xla: bool, steps: int, rounds: int) -> dict:
+    """Median and quartiles of the ratio of each variant, and the milliseconds of a plain step."""
+    keras.config.set_dtype_policy(policy)
+    runs = {variant: Run(name, variant, steps, xla) for variant in VARIANTS}
+    for variant, run in runs.items():
+        print(f"\r{name}, {policy}: warming {variant} up", end=" " * 9, file=sys.stderr)
+        for _ in range(-(-WARM_UP // steps)):
+            run.fit()
+    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for i in range(rounds):
+        names = list(VARIANTS)
+        for variant in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[variant].append(runs[variant].fit())
+        print(f"\r{name}, {policy}: {i + 1} of {rounds} rounds", end=" " * 9, file=sys.stderr)
+    print(file=sys.stderr)
+    result: dict = {"plain_ms": 1e3 * statistics.median(seconds["plain"]) / steps}
+    for variant in list(VARIANTS)[1:]:
+        ratios = [a / b for a, b in zip(seconds[variant], seconds["plain"], strict=True)]
+        result[variant] = [statistics.median(ratios), *statistics.quantiles(ratios, n=4)[::2]]
+    return result
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, nargs="*", default=["mlp", "transformer", "cnn"])
+    parser.add_argument(
+        "--policy", nargs="*", default=["float32", "mixed_bfloat16", "mixed_float16"]
+    )
+    parser.add_argument("--no-xla", action="store_true", help="jit_compile=False")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=40, help="steps of one `fit`")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+    xla = not arguments.no_xla and keras.backend.backend() != "torch"
+    results = {
+        name: {
+            policy: overhead(name, policy, xla, arguments.steps, arguments.rounds)
+            for policy in arguments.policy
+        }
+        for name in arguments.model
+    }
+    facts = environment() | {"xla": str(xla)}
+    if arguments.json:
+        print(json.dumps({"environment": facts, "results": results}))
+        return
+    print(environment_line(facts))
+    print(f"{'':28} {'plain':>9}" + "".join(f"{v:>22}" for v in list(VARIANTS)[1:]))
+    for name, rows in results.items():
+        for policy, row in rows.items():
+            cells = "".join(
+                f"{'{:.3f} [{:.3f}, {:.3f}]'.format(*row[v]):>22}" for v in list(VARIANTS)[1:]
+            )
+            print(f"{name:12} {policy:15} {row['plain_ms']:>6.1f} ms{cells}")
+
+
+if __name__ == "__main__":
+    main()
