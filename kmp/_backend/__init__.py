@@ -13,6 +13,7 @@ if keras.backend.backend() == "tensorflow":
         apply_if,
         compute_if,
         device,
+        device_memory,
         gradient_rows,
         gradient_sample,
         gradient_values,
@@ -27,6 +28,7 @@ if keras.backend.backend() == "tensorflow":
     from kmp._backend.tensorflow_distribute import step_on_replicas
     from kmp._backend.tensorflow_replay import (
         compiled_bytes,
+        compiled_step_bytes,
         gradients,
         is_concrete,
         random_state,
@@ -45,6 +47,7 @@ elif keras.backend.backend() == "jax":
         apply_if,
         compute_if,
         device,
+        device_memory,
         matmul_float32,
         note_loss,
         platform,
@@ -55,6 +58,7 @@ elif keras.backend.backend() == "jax":
     )
     from kmp._backend.jax_replay import (
         compiled_bytes,
+        compiled_step_bytes,
         gradients,
         is_concrete,
         random_state,
@@ -73,6 +77,7 @@ elif keras.backend.backend() == "torch":
         apply_if,
         compute_if,
         device,
+        device_memory,
         matmul_float32,
         note_loss,
         platform,
@@ -83,6 +88,7 @@ elif keras.backend.backend() == "torch":
     )
     from kmp._backend.torch_replay import (
         compiled_bytes,
+        compiled_step_bytes,
         gradients,
         is_concrete,
         random_state,
@@ -100,8 +106,10 @@ __all__ = [
     "all_reduce_sum",
     "apply_if",
     "compiled_bytes",
+    "compiled_step_bytes",
     "compute_if",
     "device",
+    "device_memory",
     "gradient_rows",
     "gradient_sample",
     "gradient_values",
