@@ -121,10 +121,11 @@ def certify(
     order, so that the difference of their metrics is due to the policy, and to what rounding does
     to a trajectory. Two one-sided tests then decide whether it is zero up to the task's margin. The
     policies take turns within a seed; the first epoch, which compiles, is not timed if there are
-    more.
+    more. The global random seeds are set.
 
     Args:
-        task: a `Task`; the built-in ones are those of `python -m kmp certify --all`.
+        task: a `kmp.certify.Task`. Its function is called under the global policy float32, and
+            `kmp.to_mixed_precision` converts; for a policy with half parameters, under that one.
         policies: what `kmp.get_policy` takes. Those with float32 parameters count; any other is
             trained as Keras does it, without loss scaling, as a counter-example.
         say: called with a line about what is being done.

@@ -4,13 +4,13 @@ import json
 import math
 import os
 import sys
+import urllib.parse
 
 import keras
 import numpy as np
 import pytest
 from oracle import BACKEND
-from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-from test_summaries import read_values
+from test_summaries import tensorboard_server
 
 import kmp.__main__
 from kmp._printing import table, to_json
@@ -107,18 +107,24 @@ def test_the_table_has_the_numbers(results):
     assert memory.startswith("Memory: ")
 
 
-def test_hparams_are_read_by_tensorboard(results, tmp_path):
+def test_tensorboard_compares_the_policies(results, tmp_path):
+    """What the tab HParams asks a real TensorBoard for, without TensorFlow."""
     write_hparams(results, str(tmp_path), {"model": "mine", "batch_size": 8})
-    assert sorted(os.listdir(tmp_path)) == sorted(POLICIES)
-    values = {tag: (meta, x) for _, tag, meta, x in read_values(tmp_path / "mixed_float16")}
-    content = values[metadata.SESSION_START_INFO_TAG][0].plugin_data.content
-    info = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
-    found = {k: v.string_value or v.number_value for k, v in info.hparams.items()}
-    assert found == {"policy": "mixed_float16", "model": "mine", "batch_size": 8}
-    half = results[1]
-    assert float(values["bench/step_ms"][1]) == pytest.approx(half.step_ms.median)
-    assert float(values["bench/output_sqnr_db"][1]) == pytest.approx(half.output_sqnr)
-    assert ("bench/memory_mib" in values) == (half.memory.bytes is not None)
+    statuses = [f"STATUS_{x}" for x in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
+    request = json.dumps({"allowedStatuses": statuses, "sliceSize": 9})
+    with tensorboard_server(tmp_path, "false") as get:
+        groups = get(f"hparams/session_groups?request={urllib.parse.quote(request)}")
+    found = {group["hparams"]["policy"]: group for group in groups["sessionGroups"]}
+    assert sorted(found) == sorted(POLICIES)
+    for each in results:
+        group = found[each.policy]
+        assert group["hparams"] == {"policy": each.policy, "model": "mine", "batch_size": 8}
+        values = {x["name"]["tag"]: x.get("value", 0.0) for x in group["metricValues"]}
+        assert values["bench/step_ms"] == pytest.approx(each.step_ms.median)
+        assert values["bench/final_loss"] == pytest.approx(each.final_loss)
+        assert values["bench/skipped_steps"] == 0
+        assert ("bench/memory_mib" in values) == (each.memory.bytes is not None)
+        assert ("bench/output_sqnr_db" in values) == (each.policy != "float32")
 
 
 @pytest.mark.parametrize(
