@@ -42,6 +42,16 @@ def test_float32_equals_itself_bit_for_bit(certificate):
     assert half.metrics != full.metrics
 
 
+def test_what_a_conversion_draws_changes_no_batch(monkeypatch):
+    def convert(model, policy):
+        next(draws)
+
+    draws = (keras.utils.set_random_seed(i) for i in (17, 4, 99, 5))
+    monkeypatch.setattr("kmp._runs.to_mixed_precision", convert)
+    full, again = certify(LINE, ["float32"]).runs
+    assert full.metrics == again.metrics
+
+
 def test_the_differences_are_paired_by_seed_and_relative(certificate):
     full, _, half = certificate.runs
     differences = [(a - b) / b for a, b in zip(half.metrics, full.metrics, strict=True)]
