@@ -20,9 +20,9 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 from kmp._printing import end_progress, show_progress
-from kmp._runs import environment
 from kmp._tasks import TASKS
 from kmp.certify import Certificate, certify
+from kmp.doctor import environment
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "parity.md"
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from kmp import _architectures, _backend, certify
+from kmp._building import load
 from kmp._printing import end_progress, show_progress, write_json
-from kmp._runs import environment, environment_line, load
 from kmp._tasks import TASKS, Task
 from kmp.bench import POLICIES, bench, bench_table, write_hparams
+from kmp.doctor import environment, environment_line
 from kmp.policy import get_policy
 
 MODELS = ("mlp", "cnn", "transformer")

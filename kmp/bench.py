@@ -10,16 +10,9 @@ import keras
 import numpy as np
 
 from kmp import _architectures, _backend
+from kmp._building import build_under
+from kmp._costs import Spread, StepMemory, mebibytes, skipped_steps, spread, step_memory
 from kmp._printing import table
-from kmp._runs import (
-    Spread,
-    StepMemory,
-    build_under,
-    mebibytes,
-    skipped_steps,
-    spread,
-    step_memory,
-)
 from kmp._types import Tree
 from kmp.debug.noise import sqnr_of
 from kmp.summaries import SummaryWriter

@@ -10,16 +10,9 @@ from typing import Any
 import keras
 
 from kmp import _backend
+from kmp._building import build_under
+from kmp._costs import Spread, StepMemory, mebibytes, skipped_steps, spread, step_memory
 from kmp._printing import table
-from kmp._runs import (
-    Spread,
-    StepMemory,
-    build_under,
-    mebibytes,
-    skipped_steps,
-    spread,
-    step_memory,
-)
 from kmp._tasks import Task
 from kmp.equivalence import Equivalence, equivalence
 from kmp.policy import get_policy

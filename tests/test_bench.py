@@ -13,8 +13,9 @@ from oracle import BACKEND
 from test_summaries import tensorboard_server
 
 import kmp.__main__
+from kmp._building import build_under, load
+from kmp._costs import spread
 from kmp._printing import table, to_json
-from kmp._runs import build_under, load, spread
 from kmp.bench import bench, bench_table, write_hparams
 
 POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]

@@ -25,7 +25,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 LEVELS = [
     ["_types", "_version", "_scope"],
     ["_arguments", "_architectures", "_backend", "_model", "_printing", "equivalence", "formats"],
-    ["_tasks"],
+    ["_tasks", "_costs"],
     ["trees", "dtypes"],
     ["scaling", "health", "_sample", "policy"],
     ["report"],
@@ -35,7 +35,7 @@ LEVELS = [
     ["_step", "_measuring"],
     ["optimizer"],
     ["summaries", "convert", "audit", "doctor", "debug", "verdict"],
-    ["dashboard", "_runs"],
+    ["dashboard", "_building"],
     ["callbacks", "bench", "certify"],
     ["__init__", "_commands"],
     ["__main__"],

@@ -1,42 +1,14 @@
-"""What `bench` and `certify` share: one model under several policies, and where it runs."""
+"""The model that a command works on: imported, built, and put under a policy."""
 
 import importlib
-import os
-import platform
-import statistics
-from collections.abc import Callable, Sequence
-from importlib import metadata
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import keras
 
-from kmp import _backend
-from kmp._types import DeviceMemory, Tree
-from kmp._version import __version__
 from kmp.convert import to_mixed_precision
-from kmp.doctor import what_xla_will_do
 from kmp.optimizer import LossScaleOptimizer
 from kmp.policy import Policy, get_policy, set_policy
-
-
-class Spread(NamedTuple):
-    """The middle of repeated measurements, and where the middle half of them lies.
-
-    Attributes:
-        median: float.
-        low: float, the first quartile.
-        high: float, the third one.
-    """
-
-    median: float
-    low: float
-    high: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """The `Spread` of at least two numbers."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median, low, high)
 
 
 def load(path: str) -> Callable:
@@ -118,67 +90,3 @@ def _build(build: Callable[[], tuple], policy: Policy, seed: int) -> tuple:
             "Call model.compile(optimizer, loss) before returning it."
         )
     return built
-
-
-class StepMemory(NamedTuple):
-    """The most that a training step holds at once.
-
-    Attributes:
-        bytes: int, or None where nobody knows.
-        source: str, who says so.
-    """
-
-    bytes: int | None
-    source: str
-
-
-def step_memory(model: Any, x: Tree, y: Tree, before: DeviceMemory | None) -> StepMemory:
-    """Ask who knows it for a model that has trained.
-
-    Args:
-        model: compiled, and trained.
-        x: one batch.
-        y: its targets.
-        before: `_backend.device_memory()` before the model was built.
-    """
-    after = _backend.device_memory()
-    if before is not None and after is not None:
-        return StepMemory(after.peak - before.in_use, "peak of the device's allocator")
-    counted = _backend.compiled_step_bytes(model, x, y)
-    if counted is not None:
-        return StepMemory(counted, "XLA's analysis of the compiled step")
-    return StepMemory(None, "not available on this backend and device")
-
-
-def mebibytes(memory: StepMemory) -> str:
-    """The same for a table."""
-    return "-" if memory.bytes is None else f"{memory.bytes / 2**20:.1f}"
-
-
-def skipped_steps(model: Any) -> int:
-    """How many steps were skipped; 0 where the loss is not scaled."""
-    counter = getattr(model.optimizer, "skipped_steps", None)
-    return 0 if counter is None else int(keras.ops.convert_to_numpy(counter.value))
-
-
-def environment() -> dict[str, str]:
-    """The device and the versions, for whoever reads the numbers."""
-    device, backend = _backend.device(), keras.backend.backend()
-    packages = {"tensorflow": ["tensorflow"], "jax": ["jax", "jaxlib"], "torch": ["torch"]}[backend]
-    return {
-        "device": f"{device.name} ({device.platform}), {platform.machine()}, "
-        f"{os.cpu_count()} CPU cores",
-        "backend": backend,
-        "XLA will": what_xla_will_do(backend, device.platform),
-        "kmp": __version__,
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("keras", "numpy", *packages)},
-    }
-
-
-def environment_line(facts: dict[str, str]) -> str:
-    """The same for a table's heading: two lines."""
-    facts = dict(facts)
-    device, backend, xla = (facts.pop(name) for name in ("device", "backend", "XLA will"))
-    versions = ", ".join(f"{name} {version}" for name, version in facts.items())
-    return f"{device}; {backend}, XLA will {xla}\n{versions}"
