@@ -42,9 +42,10 @@ The differences of the test metric, seed by seed, then go into two one-sided t t
 counts as *equivalent* only if the 90% interval of the mean difference lies within the margin
 (p < 0.05 for both tests). Too few or too noisy runs end in "no", not in "yes".
 
-The margins were chosen before any half precision was tried: one point of accuracy, 2% of a loss or
-an error. Each task holds half of its data (text: a quarter) back for the test, split anew by each
-seed, and Adam's learning rate decays to nothing over the run.
+Margins and numbers of seeds were chosen before any half precision was tried: one point of accuracy,
+2% of a loss or an error. (The text task was made smaller once, because it took too long.) Each task
+holds half of its data (text: a quarter) back for the test, split anew by each seed, and Adam's
+learning rate decays to nothing over the run. XLA is told to round wherever the program says so.
 
 | task | model | data |
 |---|---|---|

@@ -1,6 +1,6 @@
 """Tasks small enough to certify a precision on any machine, on data that ship with a package.
 
-Their margins, seeds and settings were stated before a half precision was tried on them.
+Their margins and seeds were stated before a half precision was tried on them.
 """
 
 import dataclasses

@@ -279,7 +279,7 @@ OUTPUTS = {"mlp": (10,), "cnn": (10,), "transformer": (64, 256)}
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_the_built_in_models(monkeypatch, capsys, measured, name):
+def test_the_built_in_models(monkeypatch, capsys, measured, quick_weights, name):
     assert command(monkeypatch, "bench", "--model", name) == 0
     (((function, _), _),) = measured
     model, x, y = function()
