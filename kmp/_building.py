@@ -60,16 +60,12 @@ def build_under(build: Callable[[], tuple], policy: Any, seed: int) -> tuple:
                 variable.assign(keras.ops.cast(weight.value, variable.dtype))
     finally:
         keras.config.set_dtype_policy(before)
-    optimizer = model.optimizer
-    if policy.param_dtype == "float32" and policy.compute_dtype == "float16":
-        if not isinstance(optimizer, LossScaleOptimizer):
-            optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # out of Keras's own
-            optimizer = LossScaleOptimizer(optimizer)
-    else:
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    model.optimizer = optimizer
-    if policy.param_dtype == "float32":
-        to_mixed_precision(model, policy)
+    is_mixed = policy.param_dtype == "float32"
+    scales = is_mixed and policy.compute_dtype == "float16"
+    if not (scales and isinstance(model.optimizer, LossScaleOptimizer)):  # Keras's own, above all
+        model.optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    if is_mixed:
+        to_mixed_precision(model, policy)  # which scales the loss where nobody does
     return model, *rest
 
 

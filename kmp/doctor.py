@@ -179,10 +179,10 @@ def environment_line(facts: dict[str, str]) -> str:
     Example:
 
     >>> print(environment_line({"device": "TPU", "backend": "jax", "XLA will": "do", "kmp": "1"}))
-    TPU; jax, XLA will do
+    TPU; jax; XLA: do
     kmp 1
     """
     facts = dict(facts)
     device, backend, xla = (facts.pop(name) for name in ("device", "backend", "XLA will"))
     versions = ", ".join(f"{name} {version}" for name, version in facts.items())
-    return f"{device}; {backend}, XLA will {xla}\n{versions}"
+    return f"{device}; {backend}; XLA: {xla}\n{versions}"

@@ -249,7 +249,7 @@ def measured(monkeypatch, results):
 def test_the_command_prints_where_it_measured(monkeypatch, capsys, measured):
     assert command(monkeypatch, "bench", "--model", "test_bench:build") == 0
     printed = capsys.readouterr()
-    assert f"{BACKEND}, XLA will" in printed.out and f"keras {keras.__version__}" in printed.out
+    assert f"; {BACKEND}; XLA: " in printed.out and f"keras {keras.__version__}" in printed.out
     assert "test_bench:build, batches of 32, 10 interleaved rounds of 20 steps" in printed.out
     assert "mixed_bfloat16" in printed.out
     assert "bench test_bench:build: round 2 of 2" in printed.err
