@@ -116,6 +116,9 @@ def certify(
     policies take turns within a seed; the first epoch, which compiles, is not timed if there are
     more. The global random seeds are set.
 
+    On TensorFlow a compiled step draws other dropout masks in another dtype, as seen in 2.21: the
+    differences are then those of two runs with other masks, and need more seeds.
+
     Args:
         task: a `kmp.certify.Task`. Its function is called under the global policy float32, and
             `kmp.to_mixed_precision` converts; for a policy with half parameters, under that one.
