@@ -15,3 +15,10 @@ class Device(NamedTuple):
     platform: str  # "cpu", "gpu" or "tpu"
     name: str  # as the maker calls it
     compute_capability: tuple[int, int] | None  # NVIDIA's (major, minor)
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of the first device."""
+
+    in_use: int  # now
+    peak: int  # the most since the last look

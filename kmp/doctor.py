@@ -1,6 +1,9 @@
 """What this machine is good at: the advice of `python -m kmp doctor`."""
 
+import os
+import platform
 import time
+from importlib import metadata
 from typing import NamedTuple
 
 import keras
@@ -8,6 +11,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._types import Device, DType
+from kmp._version import __version__
 from kmp.dtypes import half_dtype
 
 _SIZE = 1024  # rows and columns of the matrices that are multiplied
@@ -146,3 +150,39 @@ def slower(times: dict[DType, float | None]) -> tuple[str, ...]:
         for dtype, t in times.items()
         if t is not None and full and t > 1.1 * full
     )
+
+
+def environment() -> dict[str, str]:
+    """Name the device and the versions, for whoever reads the numbers.
+
+    Example:
+
+    >>> environment()["keras"] == keras.__version__
+    True
+    """
+    device, backend = _backend.device(), keras.backend.backend()
+    packages = {"tensorflow": ["tensorflow"], "jax": ["jax", "jaxlib"], "torch": ["torch"]}[backend]
+    return {
+        "device": f"{device.name} ({device.platform}), {platform.machine()}, "
+        f"{os.cpu_count()} CPU cores",
+        "backend": backend,
+        "XLA will": what_xla_will_do(backend, device.platform),
+        "kmp": __version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("keras", "numpy", *packages)},
+    }
+
+
+def environment_line(facts: dict[str, str]) -> str:
+    """Write `environment()` as the two lines above a table.
+
+    Example:
+
+    >>> print(environment_line({"device": "TPU", "backend": "jax", "XLA will": "do", "kmp": "1"}))
+    TPU; jax; XLA: do
+    kmp 1
+    """
+    facts = dict(facts)
+    device, backend, xla = (facts.pop(name) for name in ("device", "backend", "XLA will"))
+    versions = ", ".join(f"{name} {version}" for name, version in facts.items())
+    return f"{device}; {backend}; XLA: {xla}\n{versions}"

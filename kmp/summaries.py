@@ -146,6 +146,22 @@ class SummaryWriter:
         tensor = {"dtype": "DT_STRING", "tensor_shape": shape, "string_val": content}
         self._write_summary("images", {tag: tensor}, step)
 
+    def hparams(self, mapping: Mapping[str, bool | float | str]) -> None:
+        """Writes what sets this run apart, for the tab HParams; its columns are the run's scalars.
+
+        Runs with the same entries share a row there.
+
+        Args:
+            mapping: Names and values, such as `{"policy": "mixed_float16", "batch_size": 64}`.
+        """
+        for name, value in mapping.items():
+            if not isinstance(value, str | numbers.Real):
+                expected = f"The value of {name!r} must be a str, a bool or one number"
+                raise TypeError(_message(expected, value, "str(value)"))
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+        self._write(step=0, summary=hparams_pb(dict(mapping)))
+
     def custom_scalars_layout(self, layout: Mapping[str, Mapping[str, Any]]) -> None:
         """Arranges scalars as a dashboard, in the tab Custom Scalars.
 

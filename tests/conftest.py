@@ -16,6 +16,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import keras
+import numpy as np
 import pytest
 
 BACKEND = keras.backend.backend()
@@ -58,3 +59,13 @@ def fresh_keras_state():
 @pytest.fixture
 def backend():
     return BACKEND
+
+
+@pytest.fixture
+def quick_weights(monkeypatch):
+    """Random weights from NumPy: JAX compiles a program for each shape, which takes a second."""
+
+    def uniform(shape, minval, maxval, dtype, seed):
+        return keras.ops.cast(np.random.uniform(minval, maxval, shape), dtype)
+
+    monkeypatch.setattr("keras.src.backend.random.uniform", uniform)

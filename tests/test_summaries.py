@@ -261,9 +261,10 @@ def test_close_twice_is_fine(tmp_path):
         lambda w: w.text("t", "x", 0),
         lambda w: w.histogram("t", [1], [0, 1], 0),
         lambda w: w.custom_scalars_layout(LAYOUT),
+        lambda w: w.hparams({"policy": "float32"}),
         lambda w: w.flush(),
     ],
-    ids=["scalar", "scalars", "text", "histogram", "layout", "flush"],
+    ids=["scalar", "scalars", "text", "histogram", "layout", "hparams", "flush"],
 )
 def test_closed_writer_says_so(tmp_path, call):
     writer = SummaryWriter(tmp_path)
@@ -335,6 +336,11 @@ WRONG_CALLS = {
     "counts-negative": (lambda w: w.histogram("h", [-1], [0, 1], 0), ValueError, "not negative"),
     "counts-inf": (lambda w: w.histogram("h", [math.inf], [0, 1], 0), ValueError, "`counts` must"),
     "counts-nan": (lambda w: w.histogram("h", [math.nan], [0, 1], 0), ValueError, "`counts` must"),
+    "hparams": (
+        lambda w: w.hparams({"policy": None}),
+        TypeError,
+        "value of 'policy' must be a str, a bool or one number. Received: None (of type NoneType).",
+    ),
     "layout": (
         lambda w: w.custom_scalars_layout(["loss"]),
         TypeError,
@@ -411,6 +417,7 @@ with kmp.summaries.SummaryWriter(sys.argv[1]) as writer:
     writer.text("report", "fine", 4)
     writer.histogram("exponents", [4, 2], [-24, -14, 16], 4)
     writer.custom_scalars_layout({"Mixed precision": {"loss scale": ["loss_scale$"]}})
+    writer.hparams({"policy": "float32"})
 """
 WRITE_WITH_TENSORFLOW = """
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -426,7 +433,7 @@ from tensorboard.util.tensor_util import make_ndarray
 events = EventAccumulator(sys.argv[1]).Reload()
 print(json.dumps({
     tag: [(e.step, make_ndarray(e.tensor_proto).astype(str).tolist()) for e in events.Tensors(tag)]
-    for tag in events.Tags()["tensors"] if not tag.startswith("custom_scalars")
+    for tag in events.Tags()["tensors"] if not tag.startswith(("custom_scalars", "_hparams_"))
 }))
 """
 

@@ -14,6 +14,7 @@ if keras.backend.backend() == "tensorflow":
         by_device,
         compute_if,
         device,
+        device_memory,
         gradient_rows,
         gradient_sample,
         gradient_values,
@@ -30,6 +31,7 @@ if keras.backend.backend() == "tensorflow":
     from kmp._backend.tensorflow_distribute import step_on_replicas
     from kmp._backend.tensorflow_replay import (
         compiled_bytes,
+        compiled_step_bytes,
         gradients,
         is_concrete,
         random_state,
@@ -49,6 +51,7 @@ elif keras.backend.backend() == "jax":
         by_device,
         compute_if,
         device,
+        device_memory,
         matmul_float32,
         note_loss,
         platform,
@@ -61,6 +64,7 @@ elif keras.backend.backend() == "jax":
     )
     from kmp._backend.jax_replay import (
         compiled_bytes,
+        compiled_step_bytes,
         gradients,
         is_concrete,
         random_state,
@@ -81,6 +85,7 @@ elif keras.backend.backend() == "torch":
         by_device,
         compute_if,
         device,
+        device_memory,
         matmul_float32,
         note_loss,
         platform,
@@ -92,6 +97,7 @@ elif keras.backend.backend() == "torch":
     )
     from kmp._backend.torch_replay import (
         compiled_bytes,
+        compiled_step_bytes,
         gradients,
         is_concrete,
         random_state,
@@ -110,8 +116,10 @@ __all__ = [
     "apply_if",
     "by_device",
     "compiled_bytes",
+    "compiled_step_bytes",
     "compute_if",
     "device",
+    "device_memory",
     "gradient_rows",
     "gradient_sample",
     "gradient_values",

@@ -7,7 +7,7 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from kmp._types import Device, Gradient, Tensor, Variable
+from kmp._types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
@@ -203,3 +203,8 @@ def device() -> Device:
     major, _, minor = str(getattr(first, "compute_capability", "")).partition(".")
     nvidia = major.isdigit() and minor.isdigit()  # AMD's are called gfx90a and the like
     return Device(platform(), first.device_kind, (int(major), int(minor)) if nvidia else None)
+
+
+def device_memory() -> DeviceMemory | None:
+    """None: JAX cannot forget a peak; `compiled_step_bytes` asks XLA instead."""
+    return None

@@ -7,7 +7,7 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from kmp._types import Gradient, Tensor, Variable
+from kmp._types import Gradient, Tensor, Tree, Variable
 
 
 def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
@@ -78,3 +78,30 @@ def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tenso
     )
     analysis = jax.jit(step).lower(*arguments).compile().memory_analysis()
     return None if analysis is None else int(analysis.temp_size_in_bytes)
+
+
+def compiled_step_bytes(model: Any, x: Tree, y: Tree) -> int | None:
+    """The most that XLA says one compiled training step of `fit` holds: arguments, results, room.
+
+    Args:
+        model: compiled, and trained for at least one step, so that all variables are there.
+        x: one batch, of arrays; they are not computed with.
+        y: its targets.
+    """
+
+    def spec(value):
+        return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype))
+
+    owners = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    state = tuple([spec(v.value) for v in variables] for variables in owners)
+    step = jax.jit(model.train_step, donate_argnums=0)
+    analysis = step.lower(state, jax.tree.map(spec, (x, y))).compile().memory_analysis()
+    if analysis is None:
+        return None
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes  # written in place
+    return int(analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes)

@@ -12,7 +12,7 @@ from tensorflow.python.ops import control_flow_util  # no public way to ask for 
 from kmp._backend.reductions import reduce_apart
 from kmp._backend.tensorflow_distribute import keep_old_values
 from kmp._backend.tensorflow_masked import masked_assignments
-from kmp._types import Device, Gradient, Tensor, Variable
+from kmp._types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def inside_xla() -> bool:
@@ -234,3 +234,12 @@ def device() -> Device:
     gpu = tf.config.list_physical_devices("GPU")[0]
     details = tf.config.experimental.get_device_details(gpu)
     return Device("gpu", details.get("device_name", "GPU"), details.get("compute_capability"))
+
+
+def device_memory() -> DeviceMemory | None:
+    """What the first device's tensors take; begins a new peak. None on CPUs, which do not count."""
+    if platform() != "gpu":
+        return None
+    memory = tf.config.experimental.get_memory_info("GPU:0")
+    tf.config.experimental.reset_memory_stats("GPU:0")
+    return DeviceMemory(memory["current"], memory["peak"])

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from keras import ops
 
-from kmp._types import Device, Gradient, Tensor, Variable
+from kmp._types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
@@ -108,3 +108,12 @@ def device() -> Device:
     nvidia = torch.version.hip is None
     capability = torch.cuda.get_device_capability() if nvidia else None
     return Device("gpu", torch.cuda.get_device_name(), capability)
+
+
+def device_memory() -> DeviceMemory | None:
+    """What the first device's tensors take; begins a new peak. None on CPUs, which do not count."""
+    if not torch.cuda.is_available():
+        return None
+    memory = DeviceMemory(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+    torch.cuda.reset_peak_memory_stats()
+    return memory

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kmp._types import Gradient, Tensor, Variable
+from kmp._types import Gradient, Tensor, Tree, Variable
 
 
 def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
@@ -45,5 +45,10 @@ def random_state() -> Callable[[], None]:
 
 
 def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]) -> int | None:
+    """None: this backend has no compiler that says."""
+    return None
+
+
+def compiled_step_bytes(model: Any, x: Tree, y: Tree) -> int | None:
     """None: this backend has no compiler that says."""
     return None
