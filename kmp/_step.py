@@ -10,7 +10,7 @@ from kmp import _backend, _sample, health
 from kmp._types import Gradient, Tensor, Variable
 from kmp._window import DroppedWindow
 from kmp.scaling import LossScale, ScaleState
-from kmp.trees import map_gradients
+from kmp.trees import map_gradients, max_abs
 
 
 class Measured(NamedTuple):
@@ -24,6 +24,7 @@ class Measured(NamedTuple):
         true_rows: computes the true gradient, or None, of each variable.
         levels: float32[num_variables, 4], from `health.measure`, maybe of an earlier step.
         weights: float32[n], from `_sample.sample_weights`, if the step is sampled.
+        max_abs: float32[], the largest true gradient, if the rule asks for it.
     """
 
     finite: Tensor
@@ -33,6 +34,7 @@ class Measured(NamedTuple):
     true_rows: Callable[[], list[Gradient]] = list
     levels: Tensor | None = None
     weights: Tensor | None = None
+    max_abs: Tensor | None = None
 
 
 class ScaledStep:
@@ -103,9 +105,10 @@ class ScaledStep:
         """Look at gradients, before and after `unscaled`: are they finite, and how large."""
         nonfinite = health.count_nonfinite(self._rows(true, variables), self._sizes)
         loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
+        largest = max_abs(true) if getattr(self.loss_scale, "reads_max_abs", False) else None
         if self.gradient_health is None:
             finite, loss_finite, _ = _backend.verdict(nonfinite, loss_nonfinite, None)
-            return Measured(finite, loss_finite, nonfinite)
+            return Measured(finite, loss_finite, nonfinite, max_abs=largest)
         due: Any = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
         finite, loss_finite, due = _backend.verdict(nonfinite, loss_nonfinite, due)
         # An overflow is measured whenever it comes. (Operators, as on torch these are on the host.)
@@ -125,7 +128,7 @@ class ScaledStep:
             lambda: health.measure(true_rows(), self._sizes),
             ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS],
         )
-        return Measured(finite, loss_finite, nonfinite, due, true_rows, levels, weights)
+        return Measured(finite, loss_finite, nonfinite, due, true_rows, levels, weights, largest)
 
     def _rows(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
         """The gradient, or None, in the row of each variable that the optimizer was built with."""
@@ -145,7 +148,8 @@ class ScaledStep:
         """Write down the verdict: the next scale, the counters and the measurements."""
         finite, before = measured.finite, self.scale_state
         skipped = ops.logical_not(self.admitted(finite))
-        state = self.loss_scale.next(before, finite)
+        largest = () if measured.max_abs is None else (measured.max_abs,)
+        state = self.loss_scale.next(before, finite, *largest)
         # No scale helps against a loss that is not finite itself: the scale is left as it is.
         blamed = ops.logical_or(finite, measured.loss_finite)
         if self.gradient_health is not None:

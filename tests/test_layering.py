@@ -27,7 +27,7 @@ LEVELS = [
     ["_arguments", "_backend", "_model", "formats"],
     ["trees", "dtypes"],
     ["scaling", "health", "_sample", "policy"],
-    ["report"],
+    ["report", "amax"],
     ["_reading"],
     ["_heads", "autocasting", "layers", "checkpoint", "_construction", "_forwarding", "_window"],
     ["_remember", "_hazards"],
