@@ -34,12 +34,12 @@ class AmaxLossScale(DynamicLossScale):
     overflow shows it, and the scale is left alone for a while.
 
     Args:
-        headroom_bits: float >= 0, how many bits the largest gradient stays below 65504.
         initial_scale: float in [`min_scale`, `max_scale`], the scale of the first step.
         growth_factor: float > 1, what the scale is multiplied with while all gradients are zero.
         backoff_factor: float in (0, 1), what it is multiplied with when it backs off.
         growth_interval: int >= 1, finite steps after an overflow until the maximum counts again.
         min_scale, max_scale, hysteresis: as in `DynamicLossScale`.
+        headroom_bits: float in [0, 16), how far the largest gradient stays below 65504.
 
     Raises:
         ValueError: if an argument is out of its range.
