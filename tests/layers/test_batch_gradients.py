@@ -7,8 +7,8 @@ from keras import ops
 
 from kmp.layers import Float32BatchNormalization
 
-POLICIES = ["mixed_float16", "mixed_bfloat16", "float32"]
-ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+POLICIES = ["mixed_float16", "float32"]
+ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11}
 EPSILON = 1e-3
 
 
