@@ -2,6 +2,7 @@
 
 from kmp import callbacks, debug, layers
 from kmp._version import __version__
+from kmp.amax import AmaxLossScale
 from kmp.audit import audit
 from kmp.autocasting import autocast
 from kmp.convert import to_mixed_precision
@@ -11,9 +12,10 @@ from kmp.optimizer import LossScaleOptimizer, scaled
 from kmp.policy import Policy, get_policy, set_policy
 from kmp.report import GradientReport
 from kmp.scaling import DynamicLossScale, NoOpLossScale, ScaleState, StaticLossScale
-from kmp.trees import all_finite, select_tree
+from kmp.trees import all_finite, max_abs, select_tree
 
 __all__ = [
+    "AmaxLossScale",
     "DynamicLossScale",
     "GradientReport",
     "LossScaleOptimizer",
@@ -33,6 +35,7 @@ __all__ = [
     "get_policy",
     "half_dtype",
     "layers",
+    "max_abs",
     "scaled",
     "select_tree",
     "set_policy",

@@ -10,7 +10,7 @@ from kmp import _backend, _sample, health
 from kmp._types import Gradient, Tensor, Variable
 from kmp._window import DroppedWindow
 from kmp.scaling import LossScale, ScaleState
-from kmp.trees import map_gradients
+from kmp.trees import map_gradients, max_abs
 
 
 class Measured(NamedTuple):
@@ -23,6 +23,7 @@ class Measured(NamedTuple):
         due: bool[] each, whether to measure the levels, whether to measure the details.
         levels: float32[num_variables, 4], from `health.measure`, maybe of an earlier step.
         samples: float32[n] each, of the scaled gradients and of the weights before the update.
+        max_abs: float32[], the largest true gradient, if the rule asks for it.
     """
 
     finite: Tensor
@@ -31,6 +32,7 @@ class Measured(NamedTuple):
     due: tuple[Tensor, Tensor] = (None, None)
     levels: Tensor | None = None
     samples: tuple[Tensor, Tensor] | None = None
+    max_abs: Tensor | None = None
 
 
 class ScaledStep:
@@ -101,13 +103,14 @@ class ScaledStep:
         """Look at gradients, before and after `unscaled`: are they finite, and how large."""
         rows = self._rows(true, variables)
         loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
+        largest = max_abs(true) if getattr(self.loss_scale, "reads_max_abs", False) else None
         if self.gradient_health is None:
             nonfinite = _backend.by_device(
                 lambda accelerator: health.count_nonfinite(rows, self._sizes, together=accelerator),
                 loss_nonfinite,
             )
             finite, loss_finite, _ = _backend.verdict(nonfinite, loss_nonfinite, None)
-            return Measured(finite, loss_finite, nonfinite)
+            return Measured(finite, loss_finite, nonfinite, max_abs=largest)
         previous = ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS]
 
         def look(accelerator: bool) -> tuple[Tensor, Tensor]:
@@ -137,7 +140,7 @@ class ScaledStep:
             ),
             loss_nonfinite,
         )
-        measured = Measured(finite, loss_finite, nonfinite, due, levels)
+        measured = Measured(finite, loss_finite, nonfinite, due, levels, max_abs=largest)
         if not self.measures_details:
             return measured
         watched = self._trainable_variables
@@ -171,7 +174,8 @@ class ScaledStep:
         """Write down the verdict: the next scale, the counters and the measurements."""
         finite, before = measured.finite, self.scale_state
         skipped = ops.logical_not(self.admitted(finite))
-        state = self.loss_scale.next(before, finite)
+        largest = () if measured.max_abs is None else (measured.max_abs,)
+        state = self.loss_scale.next(before, finite, *largest)
         # No scale helps against a loss that is not finite itself: the scale is left as it is.
         blamed = ops.logical_or(finite, measured.loss_finite)
         if self.gradient_health is not None:

@@ -202,7 +202,7 @@ class DynamicLossScale(_Rule):
     hysteresis: int = 1
 
     def __post_init__(self):
-        owner = "DynamicLossScale"
+        owner = type(self).__name__
         for name in ("initial_scale", "min_scale", "max_scale"):
             object.__setattr__(self, name, scale_number(name, getattr(self, name), owner))
         for name in ("growth_interval", "hysteresis"):

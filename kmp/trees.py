@@ -32,6 +32,30 @@ def all_finite(tree: Tree) -> Tensor:
     return ops.all(ops.stack(flags)) if flags else ops.convert_to_tensor(True, "bool")
 
 
+def max_abs(tree: Tree) -> Tensor:
+    """Return the largest absolute value in a structure of gradients, over finite numbers.
+
+    Args:
+        tree: nested structure of tensors of any shape; integers, bools and None do not count, the
+            rows of `tf.IndexedSlices` that meet in one index are summed.
+
+    Returns:
+        float32[], 0 for an empty structure.
+
+    Example:
+
+    >>> float(max_abs({"a": [1.0, -2.0], "b": None}))
+    2.0
+    """
+
+    def largest(x: Tensor) -> Tensor:
+        x = ops.cast(_backend.gradient_rows(x), "float32")
+        return ops.max(ops.where(ops.isfinite(x), ops.abs(x), 0.0), initial=0.0)
+
+    leaves = [largest(x) for x in keras.tree.flatten(tree) if x is not None and is_float(x)]
+    return ops.max(ops.stack(leaves)) if leaves else ops.zeros((), "float32")
+
+
 def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
     """Choose between two structures of tensors, leaf by leaf, without branching.
 

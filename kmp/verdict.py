@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kmp._arguments import number
+from kmp.amax import AmaxLossScale
 from kmp.health import FIRST_STEPS, NUM_EVENTS
 from kmp.report import GradientReport
 from kmp.scaling import DynamicLossScale
@@ -245,6 +246,8 @@ def significant(report: GradientReport, layers: Mapping[str, str]) -> list[str]:
 def _higher_scale(report: GradientReport, rule: Any) -> str:
     if not math.isfinite(report.headroom_bits):
         return 'Raise the loss scale, by loss_scale="dynamic" or initial_scale=2.0**15.'
+    if isinstance(rule, AmaxLossScale):
+        return f"Write kmp.AmaxLossScale(headroom_bits=1); it is {rule.headroom_bits:g} now."
     exponent = math.floor(math.log2(report.loss_scale) + report.headroom_bits - 1)
     if isinstance(rule, DynamicLossScale):
         return f"Write kmp.DynamicLossScale(initial_scale=2.0**{exponent}), or wait for it to grow."

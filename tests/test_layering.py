@@ -28,7 +28,7 @@ LEVELS = [
     ["_tasks", "_costs"],
     ["trees", "dtypes", "_reduction"],
     ["scaling", "health", "_sample", "policy"],
-    ["report"],
+    ["report", "amax"],
     ["_reading"],
     ["_heads", "autocasting", "layers", "checkpoint", "_construction", "_forwarding", "_window"],
     ["_remember", "_hazards"],

@@ -123,10 +123,10 @@ def report(norms, zeros=(), details=None, loss_scale=1.0):
     return kmp.GradientReport(paths, matrix, loss_scale, 500, 0, 0, details=details)
 
 
-def judged(report, **arguments):
+def judged(report, rule=None, **arguments):
     layers = dict.fromkeys(report.paths, "conv")
     limits = verdict.Limits(**arguments)
-    rule = kmp.StaticLossScale(1.0)
+    rule = rule or kmp.StaticLossScale(1.0)
     return verdict.judge(report, None, None, rule, limits, float16=layers, update_ratios=[])
 
 
@@ -165,6 +165,9 @@ def test_the_advised_scale_fills_float16_but_for_a_bit():
     details = np.stack([bins({-15: 1})])
     found = judged(report([2.0**-4], details=details, loss_scale=8.0))
     assert found.advice == 'Write loss_scale="dynamic", or loss_scale=2.0**18.'
+    rule = kmp.AmaxLossScale(headroom_bits=6)
+    found = judged(report([2.0**-4], details=details, loss_scale=8.0), rule)
+    assert found.advice == "Write kmp.AmaxLossScale(headroom_bits=1); it is 6 now."
 
 
 @pytest.mark.parametrize("name", ["max_lost_share", "spare_bits", "max_update_ratio"])

@@ -1,6 +1,6 @@
 """The JAX side of `kmp._backend`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -208,3 +208,38 @@ def device() -> Device:
 def device_memory() -> DeviceMemory | None:
     """None: JAX cannot forget a peak; `compiled_step_bytes` asks XLA instead."""
     return None
+
+
+def custom_gradient(
+    forward: Callable[..., Sequence[Tensor]],
+    backward: Callable[..., Sequence[Tensor | None]],
+    inputs: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    """`forward(*inputs)`, differentiated by `backward`.
+
+    Args:
+        forward: returns a tuple of tensors; all but the first are kept for the backward pass.
+        backward: from the inputs, what was kept and the gradients of all of the tensors, those of
+            the inputs: one each, or None.
+        inputs: tensors, kept for the backward pass.
+    """
+
+    def run(*inputs):
+        outputs = tuple(forward(*inputs))
+        return outputs, (inputs, outputs[1:])
+
+    function = jax.custom_vjp(lambda *inputs: run(*inputs)[0])
+    function.defvjp(run, lambda kept, gradients: tuple(backward(*kept, gradients)))
+    return function(*inputs)
+
+
+def fused_batch_norm(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    axis: int,
+    epsilon: float,
+    otherwise: Callable[[], Sequence[Tensor]],
+) -> Sequence[Tensor]:
+    """`otherwise()`: XLA has no kernel of its own for it."""
+    return otherwise()

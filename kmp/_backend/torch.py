@@ -1,6 +1,6 @@
 """The PyTorch side of `kmp._backend`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,3 +117,45 @@ def device_memory() -> DeviceMemory | None:
     memory = DeviceMemory(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
     torch.cuda.reset_peak_memory_stats()
     return memory
+
+
+class _CustomGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, forward, backward, *inputs):
+        outputs = tuple(forward(*inputs))
+        ctx.gradients_of, ctx.num_inputs = backward, len(inputs)
+        ctx.save_for_backward(*inputs, *outputs[1:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        inputs, kept = ctx.saved_tensors[: ctx.num_inputs], ctx.saved_tensors[ctx.num_inputs :]
+        return None, None, *ctx.gradients_of(inputs, kept, gradients)
+
+
+def custom_gradient(
+    forward: Callable[..., Sequence[Tensor]],
+    backward: Callable[..., Sequence[Tensor | None]],
+    inputs: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    """`forward(*inputs)`, differentiated by `backward`.
+
+    Args:
+        forward: returns a tuple of tensors; all but the first are kept for the backward pass.
+        backward: from the inputs, what was kept and the gradients of all of the tensors, those of
+            the inputs: one each, or None.
+        inputs: tensors, kept for the backward pass.
+    """
+    return _CustomGradient.apply(forward, backward, *inputs)
+
+
+def fused_batch_norm(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    axis: int,
+    epsilon: float,
+    otherwise: Callable[[], Sequence[Tensor]],
+) -> Sequence[Tensor]:
+    """`otherwise()`: only TensorFlow runs one outside XLA that reads half precision alone."""
+    return otherwise()

@@ -32,7 +32,7 @@ class Float32OutputDense(keras.layers.Dense):
 
     Where the backend has no half product with a float32 result (TensorFlow outside XLA, PyTorch
     on CPU) the half operands are cast up before they are multiplied. The numbers are the same.
-    The layer has gradients of first order only.
+    Gradients of any order are there, but JAX's forward mode, `jax.jvp`, cannot pass the layer.
 
     Args:
         units: positive int, the size of the output's last axis.
@@ -126,15 +126,17 @@ def matmul_half(x: Tensor, kernel: Tensor) -> Tensor:
     return ops.reshape(product, (*ops.shape(x)[:-1], kernel.shape[-1]))
 
 
-@ops.custom_gradient
-def _matmul_rows(x: Tensor, kernel: Tensor):
+def _matmul_rows(x: Tensor, kernel: Tensor) -> Tensor:
     half = x.dtype
-    half_kernel = ops.cast(kernel, half)
 
-    def gradient(*args, upstream=None):  # Keras passes it by name on torch, by position elsewhere
-        upstream = ops.cast(args[0] if upstream is None else upstream, half)
-        to_x = _backend.matmul_float32(upstream, ops.transpose(half_kernel))
-        to_kernel = _backend.matmul_float32(ops.transpose(x), upstream)
+    def forward(x, kernel):
+        return (_backend.matmul_float32(x, ops.cast(kernel, half)),)
+
+    def backward(inputs, kept, gradients):
+        x, kernel = inputs
+        upstream = ops.cast(gradients[0], half)
+        to_x = _matmul_rows(upstream, ops.transpose(kernel))
+        to_kernel = _matmul_rows(ops.transpose(x), upstream)
         return ops.cast(to_x, half), ops.cast(to_kernel, kernel.dtype)
 
-    return _backend.matmul_float32(x, half_kernel), gradient
+    return _backend.custom_gradient(forward, backward, (x, kernel))[0]

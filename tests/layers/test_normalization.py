@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from oracle import BACKEND, MODES, compiled
 
 from kmp.layers import Float32BatchNormalization
 
@@ -17,12 +18,21 @@ def rounded(x, dtype):
     return np.asarray(x, "float32").astype(np.dtype(dtype))
 
 
-def batch_statistics(x, policy="float32", **call):
+def batch_statistics(x, policy="float32", mode="eager"):
     """What one training step sees: with momentum 0 the moving statistics are the batch's."""
     layer = Float32BatchNormalization(momentum=0.0, dtype=policy)
-    y = layer(ops.convert_to_tensor(x), training=True, **call)
+    layer.build(x.shape)
+    trainable, others = (
+        [v.value for v in each]
+        for each in (layer.trainable_variables, layer.non_trainable_variables)
+    )
+
+    def step(x):
+        return layer.stateless_call(trainable, others, x, training=True)
+
+    y, statistics = compiled(step, mode)(ops.convert_to_tensor(x))
     y = ops.convert_to_numpy(ops.cast(y, "float32"))
-    return y, *(w.astype("float64") for w in layer.get_weights()[2:])
+    return y, *(ops.convert_to_numpy(each).astype("float64") for each in statistics)
 
 
 def oracle(x, axes, weights=None):
@@ -58,12 +68,13 @@ def test_integers_with_an_integer_deviation_come_out_exact(policy):
         ("float32", 4096, 1e5, 1.0),
     ],
 )
-def test_variance_about_a_large_mean(dtype, rows, mean, deviation):
+@pytest.mark.parametrize("mode", MODES)
+def test_variance_about_a_large_mean(dtype, rows, mean, deviation, mode):
     noise = np.random.default_rng(0).normal(size=(rows, 3)) * deviation
     x = rounded(mean + noise, dtype)
     policy = "float32" if dtype == "float32" else f"mixed_{dtype}"
 
-    y, batch_mean, batch_variance = batch_statistics(x, policy)
+    y, batch_mean, batch_variance = batch_statistics(x, policy, mode)
 
     true_mean, true_variance = oracle(x, (0,))
     u = ROUNDOFF["float32"]
@@ -71,10 +82,13 @@ def test_variance_about_a_large_mean(dtype, rows, mean, deviation):
     # of the order of sqrt(rows) u; 1e-4 leaves a factor of five for unlucky orders.
     np.testing.assert_allclose(batch_variance, true_variance, rtol=1e-4, atol=1e-9)
     assert np.all(batch_variance >= 0)
-    np.testing.assert_allclose(batch_mean, true_mean, rtol=4 * u)
+    # TensorFlow's fused kernel adds 65536 elements one after another: sqrt(65536) u / 2.
+    fused = BACKEND == "tensorflow" and mode != "xla" and dtype != "float32" and rows <= 65536
+    of_mean = 128 * u if fused else 4 * u
+    np.testing.assert_allclose(batch_mean, true_mean, rtol=of_mean)
     # An error of u * mean in the mean is one of u * mean / deviation in the output.
     true_y = (x.astype("float64") - true_mean) / np.sqrt(true_variance + EPSILON)
-    shift = 4 * u * mean / np.sqrt(true_variance + EPSILON)
+    shift = of_mean * mean / np.sqrt(true_variance + EPSILON)
     np.testing.assert_allclose(y, true_y, rtol=1e-4 + ROUNDOFF[dtype], atol=shift.max())
 
 
