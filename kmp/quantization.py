@@ -6,7 +6,9 @@ from typing import Any
 import keras
 
 from kmp._model import forget_functions, layers_of, path_of
-from kmp._quantized import PREPARED, is_unseen, prepare, quantize
+from kmp._quantizable import not_told_to_train, plan_for
+from kmp._quantized import PREPARED, is_unseen, prepare, quantize, undo
+from kmp._remember import remember_policies
 from kmp.convert import ConversionReport, LayerConversion, to_mixed_precision
 from kmp.layers._fake_quantization import FakeQuantized, FakeQuantizedDense
 from kmp.policy import Policy
@@ -60,8 +62,8 @@ def quantize_aware(
 
     Raises:
         TypeError: if `model` is no Keras model.
-        ValueError: if an argument is not as above, the model is not built, or there is nothing to
-            convert. Nothing is converted then.
+        ValueError: if an argument is not as above, the model is not built, its `call` does not hand
+            on `training`, or there is nothing to convert. Nothing is converted then.
 
     Example:
 
@@ -78,7 +80,7 @@ def quantize_aware(
     Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference" (2018); Bengio et al. 2013 for the straight-through gradient.
     """
-    settings = {
+    settings: dict[str, Any] = {
         "weight_bits": weight_bits,
         "activation_bits": activation_bits,
         "momentum": momentum,
@@ -86,20 +88,32 @@ def quantize_aware(
     }
     FakeQuantizedDense(1, **settings)  # says what is wrong with them
     _check_model(model)
-    plan = _plan(model, filter_fn)
+    plan = plan_for(model, filter_fn)
     if all(reason for _, reason in plan):
         raise ValueError(
             f"There is nothing to quantize in {model.name!r}. Expected a layer of the classes "
             f"{', '.join(each.__name__ for each in PREPARED)}. Received: "
             f"{', '.join(f'{path_of(x)} ({why})' for x, why in plan) or 'no layer with weights'}."
         )
-    rows = []
-    for layer, reason in plan:
-        kind, before = type(layer).__name__, _word(layer)
-        if not reason:
-            prepare(layer, settings)
-        rows.append(LayerConversion(path_of(layer), kind, before, _word(layer), reason))
+    before = [(type(layer).__name__, _word(layer)) for layer, _ in plan]
+    chosen = [layer for layer, reason in plan if not reason]
+    for layer in chosen:
+        prepare(layer, settings)
+    if untold := not_told_to_train(model, chosen):
+        for layer in chosen:
+            undo(layer)
+        raise ValueError(
+            f"Layers must be told that they train. Received: {model.name!r}, whose call does not "
+            f"tell {path_of(untold[0])!r} and {len(untold) - 1} more (nor, if there were any, a "
+            "BatchNormalization). Nothing was converted. Write call(self, inputs, training=None) "
+            "and layer(x, training=training), in the layers of your own as well."
+        )
+    rows = [
+        LayerConversion(path_of(layer), *words, _word(layer), reason)
+        for (layer, reason), words in zip(plan, before, strict=True)
+    ]
     forget_functions(model)
+    remember_policies(model)
     return model, ConversionReport(tuple(rows))
 
 
@@ -139,12 +153,12 @@ def to_int8(model: keras.Model) -> tuple[keras.Model, ConversionReport]:
     convolutions: these become layers of kmp that store int8 and sum the same integers in float32,
     which saves memory and no time.
 
-    Everything else computes in float32 afterwards, as Keras refuses int8 beside float16. What the
-    model gives differs from what it gave in training, with `training=False` and in float32, by the
-    order in which products are summed and by inputs halfway between two integers.
+    Everything else computes in float32 afterwards, as Keras refuses int8 beside float16. In float32
+    and with `training=False` the prepared model has given the same outputs, but for the rounding of
+    sums, which may take an input of the next layer to the neighbouring integer.
 
-    The kernels cannot be trained any more. Convert a copy (`keras.models.load_model` of a saved file)
-    if training is to go on. A compiled model stays compiled, with a new optimizer of the same
+    The kernels cannot be trained any more: convert a copy (`keras.models.load_model` of a saved
+    file) if training is to go on. A compiled model stays compiled, with a new optimizer of the same
     settings for the variables that are left.
 
     Args:
@@ -177,7 +191,6 @@ def to_int8(model: keras.Model) -> tuple[keras.Model, ConversionReport]:
     before = [_word(layer) for layer in layers]
     to_mixed_precision(model, "float32")
     for layer in layers:
-        layer.dtype_policy = keras.DTypePolicy("float32")
         quantize(layer)
     forget_functions(model)
     _renew_optimizer(model)
@@ -218,40 +231,6 @@ def _prepared(model: Any) -> list[Any]:
             f"{model.name!r}, which has none. Write kmp.quantize_aware(model), and train."
         )
     return found
-
-
-def _plan(model: Any, filter_fn: Callable | None) -> list[tuple[Any, str]]:
-    """Each layer that has weights of its own, with the reason for which it is left alone."""
-    plan: dict[int, tuple[Any, str]] = {}
-
-    def visit(layer, outside=""):
-        if id(layer) in plan:
-            return
-        path = path_of(layer)
-        if not outside and filter_fn is not None and not filter_fn(layer, path):
-            outside = "excluded by filter_fn"
-        if layer._trainable_variables or isinstance(layer, FakeQuantized):
-            plan[id(layer)] = (layer, outside or _unfit(layer))
-        for each in layer._flatten_layers(include_self=False, recursive=False):
-            visit(each, outside)
-
-    visit(model)
-    return list(plan.values())
-
-
-def _unfit(layer: Any) -> str:
-    """Why a layer cannot be prepared; empty if it can."""
-    if isinstance(layer, FakeQuantized):
-        return "prepared already"
-    if layer.quantization_mode is not None:
-        return f"quantized to {layer.quantization_mode} already"
-    if type(layer) not in PREPARED:
-        return "no Dense, Conv1D, Conv2D or Conv3D"
-    if layer.lora_enabled:
-        return "LoRA"
-    if layer._kernel.dtype != "float32":
-        return f"weights in {layer._kernel.dtype}"
-    return ""
 
 
 def _word(layer: Any) -> str:

@@ -31,7 +31,7 @@ LEVELS = [
     ["_reading"],
     ["_heads", "autocasting", "layers", "checkpoint", "_construction", "_forwarding", "_window"],
     ["_quantized"],
-    ["_remember", "_hazards"],
+    ["_remember", "_hazards", "_quantizable"],
     ["_step", "_measuring"],
     ["optimizer"],
     ["summaries", "convert", "audit", "doctor", "debug", "verdict"],

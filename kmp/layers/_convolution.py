@@ -1,4 +1,4 @@
-"""What Keras's convolution layers do with a kernel of theirs, for one that is not their variable."""
+"""What Keras's convolution layers do with their kernel, for a kernel that is not their variable."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ OBSERVER = ("input_range", "observed_batches", "freeze_at")
 NEVER = 2**24  # batches: as far as float32 counts
 
 
-class FakeQuantized:
+class FakeQuantized(keras.Layer):
     """Mixin of a layer with a kernel: rounds kernel and inputs as their int8 twins would be.
 
     The kernel is rounded by Keras's own `abs_max_quantize`, a scale for each output channel, as
@@ -35,11 +35,6 @@ class FakeQuantized:
         observed_batches: float32[], how many batches it has learned from; 0: nothing is rounded.
         freeze_at: float32[], how many it may learn from.
     """
-
-    kernel_scale: Any
-    add_weight: Any
-    trainable: bool
-    _kernel: Any
 
     def __init__(
         self,
@@ -124,9 +119,7 @@ class FakeQuantized:
         seen = ops.convert_to_tensor(self.observed_batches)
         old = ops.convert_to_tensor(self.input_range)
         largest = ops.cast(ops.max(ops.abs(inputs), initial=0), "float32")
-        learn = ops.logical_and(
-            ops.isfinite(largest), seen < ops.convert_to_tensor(self.freeze_at)
-        )
+        learn = ops.logical_and(ops.isfinite(largest), seen < ops.convert_to_tensor(self.freeze_at))
         new = old * self.momentum + largest * (1 - self.momentum)
         new = ops.where(ops.equal(seen, 0), largest, new)
         self.input_range.assign(ops.where(learn, new, old))

@@ -8,7 +8,7 @@ from keras import ops
 from kmp.layers._convolution import add_bias_and_activate, along_channels, convolve
 
 
-class Int8Convolution:
+class Int8Convolution(keras.Layer):
     """Mixin of a convolution with an int8 kernel and inputs rounded to int8.
 
         outputs = conv(int8(inputs), int8 kernel) / (input scale * kernel scale[channel]) + bias
@@ -19,15 +19,14 @@ class Int8Convolution:
     in common; a quarter of the memory is saved, and no time.
 
     Args:
-        inputs_quantizer: a `RangeQuantizer`.
+        quantization_config: `keras.quantizers.Int8QuantizationConfig`, as of Keras's int8 layers,
+            whose activation quantizer is a `RangeQuantizer`.
         **kwargs: those of the convolution.
     """
 
-    _kernel: Any
-
-    def __init__(self, *args: Any, inputs_quantizer: Any, **kwargs: Any):
+    def __init__(self, *args: Any, quantization_config: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.inputs_quantizer = keras.saving.deserialize_keras_object(inputs_quantizer)
+        self.quantization_config = keras.saving.deserialize_keras_object(quantization_config)
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -47,7 +46,7 @@ class Int8Convolution:
         return super().add_weight(*args, name=name, **kwargs)
 
     def call(self, inputs):
-        integers, inputs_scale = self.inputs_quantizer(inputs)
+        integers, inputs_scale = self.quantization_config.activation_quantizer(inputs)
         kernel = ops.cast(self._kernel, "float32")
         x = convolve(self, ops.cast(integers, "float32"), kernel)
         x = x / along_channels(self, ops.multiply(self.kernel_scale, inputs_scale))
@@ -64,8 +63,8 @@ class Int8Convolution:
         self.kernel_scale.assign(store["kernel_scale"])
 
     def get_config(self) -> dict[str, Any]:
-        quantizer = keras.saving.serialize_keras_object(self.inputs_quantizer)
-        return {**super().get_config(), "inputs_quantizer": quantizer}
+        config = keras.saving.serialize_keras_object(self.quantization_config)
+        return {**super().get_config(), "quantization_config": config}
 
 
 @keras.saving.register_keras_serializable(package="kmp")

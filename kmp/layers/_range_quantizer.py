@@ -32,6 +32,8 @@ class RangeQuantizer(keras.quantizers.Quantizer):
 
         outputs = int8(round(clip(inputs, -max_abs, max_abs) * scale))      scale = 127 / max_abs
 
+    Halves are rounded up, as Keras's `fake_quant_with_min_max_vars` rounds them in training.
+
     Args:
         max_abs: float of at least 0, the end of the range.
         bits: int from 2 to 8.
@@ -59,8 +61,8 @@ class RangeQuantizer(keras.quantizers.Quantizer):
         scale = ops.convert_to_tensor(
             levels / max(self.max_abs, keras.config.epsilon()), dtype="float32"
         )
-        scaled = ops.round(ops.cast(x, "float32") * scale)
-        return ops.cast(ops.clip(scaled, -levels, levels), "int8"), scale
+        integers = ops.floor(ops.cast(x, "float32") * scale + 0.5)
+        return ops.cast(ops.clip(integers, -levels, levels), "int8"), scale
 
     def get_config(self) -> dict[str, Any]:
         return {"max_abs": self.max_abs, "bits": self.bits}
