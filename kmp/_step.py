@@ -115,7 +115,10 @@ class ScaledStep:
         def true_rows() -> list[Gradient]:
             # Divided again: the true gradients as such are never in memory, XLA divides while it
             # updates, and a branch that asked for them would have them written in every step.
-            return self._rows(self.unscaled(grads, variables, scale), variables)
+            rows = self._rows(self.unscaled(grads, variables, scale), variables)
+            # What float8's scales get is no gradient: it has no norm that tells anything.
+            raw = map(self._overwrite_variable_with_gradient, self._trainable_variables)
+            return [None if each else row for each, row in zip(raw, rows, strict=True)]
 
         weights = None
         if self.measures_details:
@@ -179,14 +182,21 @@ class ScaledStep:
             self.gradient_details.assign(
                 _backend.compute_if(
                     due_details,
-                    lambda: _sample.measure_sample(
-                        true_rows(), scale, self._trainable_variables, measured.weights
-                    ),
+                    lambda: self._details(true_rows(), scale, measured.weights),
                     details,
                     dear=True,
                 )
             )
         self.sampling.assign(health.sampled(sampling, step, due_levels, due_details))
+
+    def _details(self, true_rows: list[Gradient], scale: Tensor, weights: Tensor) -> Tensor:
+        """`measure_sample`, with rows of zeros for the variables that no gradient moves."""
+        variables = self._trainable_variables
+        measured = _sample.measure_sample(true_rows, scale, variables, weights)
+        raw = [self._overwrite_variable_with_gradient(v) for v in variables]
+        if not any(raw):
+            return measured
+        return ops.where(ops.convert_to_tensor(raw)[:, None], 0.0, measured)
 
     def _sampled_weights(self, due: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
         """The sample of the weights before the update; and `finite`, which waits for it.
