@@ -119,7 +119,8 @@ class FakeQuantized(keras.Layer):
         seen = ops.convert_to_tensor(self.observed_batches)
         old = ops.convert_to_tensor(self.input_range)
         largest = ops.cast(ops.max(ops.abs(inputs), initial=0), "float32")
-        learn = ops.logical_and(ops.isfinite(largest), seen < ops.convert_to_tensor(self.freeze_at))
+        finite = ops.all(ops.isfinite(inputs))  # XLA's maximum may pass over a NaN
+        learn = ops.logical_and(finite, seen < ops.convert_to_tensor(self.freeze_at))
         new = old * self.momentum + largest * (1 - self.momentum)
         new = ops.where(ops.equal(seen, 0), largest, new)
         self.input_range.assign(ops.where(learn, new, old))
