@@ -159,6 +159,7 @@ def gradients(layer, x):
 
         found = jax.grad(total, (0, 1))(ops.convert_to_tensor(x), layer._kernel.value)
     else:
+        layer.zero_grad()  # of the training before
         x = ops.convert_to_tensor(x).requires_grad_()
         ops.sum(layer(x, training=False)).backward()
         found = x.grad, layer._kernel.value.grad
