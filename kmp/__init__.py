@@ -10,6 +10,7 @@ from kmp.dtypes import cast_to_full, cast_to_half, half_dtype
 from kmp.formats import formats
 from kmp.optimizer import LossScaleOptimizer, scaled
 from kmp.policy import Policy, get_policy, set_policy
+from kmp.quantization import freeze_observers, quantize_aware, to_int8
 from kmp.report import GradientReport
 from kmp.scaling import DynamicLossScale, NoOpLossScale, ScaleState, StaticLossScale
 from kmp.trees import all_finite, max_abs, select_tree
@@ -32,12 +33,15 @@ __all__ = [
     "cast_to_half",
     "debug",
     "formats",
+    "freeze_observers",
     "get_policy",
     "half_dtype",
     "layers",
     "max_abs",
+    "quantize_aware",
     "scaled",
     "select_tree",
     "set_policy",
+    "to_int8",
     "to_mixed_precision",
 ]

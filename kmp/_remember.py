@@ -1,4 +1,4 @@
-"""Policies that a saved model brings back although the code that builds it does not know them."""
+"""What a saved model brings back although the code that builds it does not know of it."""
 
 import functools
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from kmp._model import forget_functions, layers_of
+from kmp._quantized import quantization_of, quantize_like
 from kmp.policy import Policy, get_policy
 
 
@@ -17,8 +18,9 @@ def give_policy(layer: Any, policy: Any) -> None:
 def remember_policies(model: keras.Model) -> None:
     """Let `model` save the policies of its layers, if its own config would lose some.
 
-    Keras rebuilds Functional and Sequential models from their layers' configs, policies included.
-    Layers that are created by a class's own code are created anew by it, under the global policy.
+    And their quantization. Keras rebuilds Functional and Sequential models from their layers'
+    configs, which have both. Layers that are created by a class's own code are created anew by it,
+    under the global policy.
     """
     created = any(_creates_layers(layer) for layer in layers_of(model))
     if created and not isinstance(model, RemembersPolicies):
@@ -52,6 +54,7 @@ class RemembersPolicies:
     """Mixed into the class of a converted model: its config holds the model's and the policies."""
 
     _policies_to_restore: list[str | None] | None = None
+    _quantization_to_restore: dict[str, Any]
 
     def get_config(self) -> dict[str, Any]:
         """The config of the model as its class writes it, and each layer's policy in order."""
@@ -63,7 +66,12 @@ class RemembersPolicies:
         finally:
             self.__class__ = remembering
         model = {k: v for k, v in model.items() if k not in ("build_config", "compile_config")}
-        return {"model": model, "policies": [_name(layer.dtype_policy) for layer in layers]}
+        quantization = {str(i): quantization_of(layer) for i, layer in enumerate(layers)}
+        return {
+            "model": model,
+            "policies": [_name(layer.dtype_policy) for layer in layers],
+            "quantization": {i: each for i, each in quantization.items() if each},
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -72,6 +80,7 @@ class RemembersPolicies:
         kind: Any = type(model)
         model.__class__ = _remembering(kind)
         model._policies_to_restore = config["policies"]
+        model._quantization_to_restore = config.get("quantization", {})
         if model.built:
             model._restore_policies()
         return model
@@ -95,5 +104,7 @@ class RemembersPolicies:
         for layer, policy in zip(layers, policies, strict=True):
             if policy is not None:
                 give_policy(layer, get_policy(policy))
+        for i, quantization in self._quantization_to_restore.items():
+            quantize_like(layers[int(i)], quantization)
         self._policies_to_restore = None
         forget_functions(self)

@@ -103,7 +103,10 @@ class ScaledStep:
         """Look at gradients, before and after `unscaled`: are they finite, and how large."""
         rows = self._rows(true, variables)
         loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
-        largest = max_abs(true) if getattr(self.loss_scale, "reads_max_abs", False) else None
+        largest = None
+        if getattr(self.loss_scale, "reads_max_abs", False):
+            raw = map(self._overwrite_variable_with_gradient, variables)
+            largest = max_abs([g for g, other in zip(true, raw, strict=True) if not other])
         if self.gradient_health is None:
             nonfinite = _backend.by_device(
                 lambda accelerator: health.count_nonfinite(rows, self._sizes, together=accelerator),
@@ -117,7 +120,7 @@ class ScaledStep:
             if not accelerator:
                 return health.count_nonfinite(rows, self._sizes), previous
             levels = health.measure(rows, self._sizes, together=True)
-            return levels[:, health.NONFINITE], levels
+            return levels[:, health.NONFINITE], self._of_gradients(levels)
 
         nonfinite, levels = _backend.by_device(look, loss_nonfinite)
         due: Any = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
@@ -130,7 +133,8 @@ class ScaledStep:
             # Divided again: the true gradients as such are never in memory, XLA divides while it
             # updates, and a branch that asked for them would have them written in every step.
             divided = self.unscaled(grads, variables, scale)
-            return health.measure(self._rows(divided, variables), self._sizes)
+            rows = self._rows(divided, variables)
+            return self._of_gradients(health.measure(rows, self._sizes))
 
         levels = _backend.by_device(
             lambda accelerator: (
@@ -155,6 +159,13 @@ class ScaledStep:
     def _sampled_if(self, due: Tensor, sample: Callable[[], Tensor]) -> Tensor:
         size = sum(_sample.sample_size(v.shape) for v in self._trainable_variables)
         return _backend.select_if(due, sample, ops.zeros((size,), "float32"))
+
+    def _of_gradients(self, measured: Tensor) -> Tensor:
+        """Zeros in the rows of float8's scales: what replaces those is no gradient."""
+        raw = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
+        if not any(raw):
+            return measured
+        return ops.where(ops.convert_to_tensor(raw)[:, None], 0.0, measured)
 
     def _rows(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
         """The gradient, or None, in the row of each variable that the optimizer was built with."""
@@ -209,7 +220,7 @@ class ScaledStep:
             self.gradient_details.assign(
                 _backend.compute_if(
                     due_details,
-                    lambda: _sample.measure_sample(*samples, after, watched),
+                    lambda: self._of_gradients(_sample.measure_sample(*samples, after, watched)),
                     ops.convert_to_tensor(self.gradient_details),
                 )
             )

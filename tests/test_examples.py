@@ -31,6 +31,7 @@ EXPECTED = {
         r"^Costs the output most: contrast,",
         r"^mixed_bfloat16 everywhere but for contrast: output SQNR",
     ],
+    "quantization_aware.py": [r"^seed 0 "],
     "when_float16_fails.py": [r"^Underflow: ", r"^Overflow: "],
     "survive_a_bad_batch.py": [rf"^Rollbacks: [123] on {BACKEND}\.$"],
     "custom_loop.py": [
@@ -137,6 +138,14 @@ def check_that_one_float32_layer_restores_the_accuracy(printed):
     assert cured == pytest.approx(reference, abs=0.02)
 
 
+def check_that_training_for_few_bits_wins_back_what_they_cost(printed):
+    numbers = re.search(r"^seed 0 +(.*)$", printed, re.MULTILINE)[1]
+    reference, after8, aware8, after, aware = map(float, numbers.split())
+    assert reference > 95
+    assert min(after8, aware8) >= reference - 1.0
+    assert reference > aware > after + 5.0
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path):
     printed = run(script, tmp_path, "--smoke")
@@ -147,6 +156,8 @@ def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path):
         check_that_the_guard_saves_a_poisoned_run(printed)
     if script == "keep_one_layer_in_float32.py":
         check_that_one_float32_layer_restores_the_accuracy(printed)
+    if script == "quantization_aware.py":
+        check_that_training_for_few_bits_wins_back_what_they_cost(printed)
     if script == "when_float16_fails.py":
         check_that_kmp_keeps_the_gradients_that_plain_float16_loses(printed)
         check_that_kmp_backs_off_where_plain_float16_turns_to_nan(printed)

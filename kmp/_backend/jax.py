@@ -183,8 +183,10 @@ def restore_after_skip(
             if variable is nonfinite_losses:
                 hopeless = ~applied & (count > 0)
                 scale = place[id(optimizer.dynamic_scale)]
-                events = place[id(optimizer.overflow_events)]
                 optimizer_state[scale] = jnp.where(hopeless, state[2][scale], new_state[2][scale])
+                if optimizer.gradient_health is None:
+                    continue
+                events = place[id(optimizer.overflow_events)]
                 loss_finite = jnp.where(hopeless, 0.0, new_state[2][events][0, -1])
                 optimizer_state[events] = new_state[2][events].at[0, -1].set(loss_finite)
         return logs, (new_state[0], non_trainable, optimizer_state, metrics)
