@@ -25,6 +25,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 LEVELS = [
     ["_types", "_version", "_scope"],
     ["_arguments", "_backend", "_model", "formats"],
+    ["_random_states"],
     ["trees", "dtypes"],
     ["scaling", "health", "_sample", "policy"],
     ["report"],

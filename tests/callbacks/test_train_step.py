@@ -151,3 +151,15 @@ def test_evaluation_hides_nothing_and_files_load_without_kmp(tmp_path):
     plain.load_weights(tmp_path / "model.weights.h5")
     for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_model_that_is_compiled_anew_is_traced_anew():
+    """JAX would find the step with the old loss, as its inputs have the same shapes."""
+    x, y = np.ones((4, 2), "float32"), np.full((4, 1), 5, "float32")
+    model = linear_model(kmp.scaled("sgd", learning_rate=0.0))
+    losses = []
+    for loss in ("mse", "mae"):
+        model.compile(kmp.scaled("sgd", learning_rate=0.0), loss=loss)
+        history = model.fit(x, y, verbose=0, callbacks=[kmp.callbacks.TerminateOnNaN()])
+        losses += history.history["loss"]
+    assert losses == [25.0, 5.0]
