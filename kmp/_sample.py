@@ -82,7 +82,7 @@ def measure_sample(
         ops.zeros((size,), "float32")
         if gradient is None
         else ops.cast(
-            ops.reshape(_backend.gradient_sample(gradient, strides_of(shape)), (-1,)), "float32"
+            ops.reshape(_backend.gradient_sample(gradient, strides_of(shape)), (size,)), "float32"
         )
         for gradient, shape, size in zip(gradients, shapes, sizes, strict=True)
     ]
