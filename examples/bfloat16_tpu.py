@@ -33,6 +33,7 @@ NO_TPU_HERE = {  # its compiler must neither look for one nor ask the machine fo
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
 
