@@ -93,7 +93,7 @@ EXPECTED = {
 
 
 # Those that make devices, and settings of the process, of their own.
-IN_A_PROCESS_OF_THEIR_OWN = {"distributed.py"}
+IN_A_PROCESS_OF_THEIR_OWN = {"distributed.py", "bfloat16_tpu.py"}
 
 
 def run_here(script, monkeypatch, directory):

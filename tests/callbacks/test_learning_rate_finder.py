@@ -74,6 +74,31 @@ def test_skipped_steps_are_no_points(spe):
     )
 
 
+@QUIET
+def test_where_kerass_own_wrapper_skips_the_loss_is_nobodys():
+    """It lets the loss of a skipped step into the average, which would shift all that follow."""
+    model, finder = linear_model(OPTIMIZERS["keras"]()), LearningRateFinder(**RANGE)
+    find(model, finder, poisoned=(5, 6, 14), poison=OVERFLOW)
+    by_hand = losses_by_hand(finder.learning_rates, (5, 6, 14))
+    np.testing.assert_allclose(finder.losses, by_hand, rtol=1e-4)
+
+
+class Draw(keras.callbacks.Callback):
+    """Draws numbers, as data and other callbacks do, while the sweep runs."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        random.random()
+        np.random.random()
+
+
+class DrawBefore(Draw):
+    """And as `fit` does before it asks its callbacks: when it shuffles."""
+
+    def set_model(self, model):
+        super().set_model(model)
+        np.random.random()
+
+
 class Fault(keras.callbacks.Callback):
     def __init__(self, error):
         super().__init__()
@@ -105,7 +130,7 @@ def trained():
 
 
 ENDS = {
-    "complete": ({**RANGE, "max_lr": 1e-4}, []),
+    "complete": ({**RANGE, "max_lr": 1e-4}, [DrawBefore()]),
     "diverged": ({"min_lr": 1e-3, "max_lr": 1e8, "steps": 30}, []),
     "interrupted": (RANGE, [Fault(KeyboardInterrupt())]),
     "failed": (RANGE, [Fault(OSError("the disk is gone"))]),
@@ -127,6 +152,18 @@ def test_everything_is_put_back(trained, end):
     for name, value in before.items():
         np.testing.assert_array_equal(after[name], value, err_msg=name)
     assert model.optimizer.inner_optimizer._learning_rate is schedule
+
+
+@QUIET
+def test_a_fit_of_ones_own_puts_everything_back_too(trained):
+    model, _ = trained
+    before = state(model)
+    x, y = data(steps=24)
+    callbacks = [Draw(), LearningRateFinder(**{**RANGE, "max_lr": 1e-4})]
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=callbacks)
+    after = state(model)
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
 
 
 @QUIET
