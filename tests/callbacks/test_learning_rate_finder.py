@@ -75,12 +75,16 @@ def test_skipped_steps_are_no_points(spe):
 
 
 @QUIET
-def test_where_kerass_own_wrapper_skips_the_loss_is_nobodys():
-    """It lets the loss of a skipped step into the average, which would shift all that follow."""
-    model, finder = linear_model(OPTIMIZERS["keras"]()), LearningRateFinder(**RANGE)
+@pytest.mark.parametrize("spe", SPE)
+def test_where_kerass_own_wrapper_skips_no_loss_is_another_steps(spe):
+    """It counts the loss of a skipped step: of several steps in one execution none is a point."""
+    model = linear_model(OPTIMIZERS["keras"](), steps_per_execution=spe)
+    finder, rates = LearningRateFinder(**RANGE), np.geomspace(1e-5, 1e-2, 24)
     find(model, finder, poisoned=(5, 6, 14), poison=OVERFLOW)
-    by_hand = losses_by_hand(finder.learning_rates, (5, 6, 14))
-    np.testing.assert_allclose(finder.losses, by_hand, rtol=1e-4)
+    by_hand = dict(zip(rates.round(12), losses_by_hand(rates, (5, 6, 14)), strict=True))
+    expected = [by_hand[rate] for rate in np.round(finder.learning_rates, 12)]
+    assert len(expected) == (24 if spe == 1 else 24 - 2 - 3)
+    np.testing.assert_allclose(finder.losses, expected, rtol=1e-4)
 
 
 class Draw(keras.callbacks.Callback):

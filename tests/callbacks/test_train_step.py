@@ -163,3 +163,17 @@ def test_a_model_that_is_compiled_anew_is_traced_anew():
         history = model.fit(x, y, verbose=0, callbacks=[kmp.callbacks.TerminateOnNaN()])
         losses += history.history["loss"]
     assert losses == [25.0, 5.0]
+
+
+def test_sparse_gradients_under_accumulation():
+    """An embedding's gradient has no static shape on TensorFlow, and under accumulation Keras
+    computes `iterations` from a variable that JAX has in its loop."""
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(5, 2)])
+    model.compile(kmp.scaled("sgd", gradient_accumulation_steps=2), "mse")
+    health = kmp.callbacks.GradientHealth(update_freq=1)
+    callbacks = [health, kmp.callbacks.DivergenceGuard(update_freq=1)]
+    x = np.tile(np.arange(3, dtype="int32"), (16, 1))
+    model.fit(x, np.ones((16, 3, 2)), batch_size=4, verbose=0, callbacks=callbacks)
+    assert health.report.step == 4 and int(model.optimizer.iterations) == 2
+    # Rows that no batch has asked for: two of five.
+    assert list(health.report.column("zero_share").values()) == [np.float32(0.4)]
