@@ -218,7 +218,8 @@ class LearningRateFinder(keras.callbacks.Callback):
         counted = progress.counted_steps
         # Where an optimizer of Keras's own skips, nobody can tell whose loss is whose.
         if applied - self._applied == counted - self._counted:
-            for step in range(max(self._applied, applied - RECENT), applied):
+            end = min(applied, swept.sweep.first_step + self.steps)
+            for step in range(max(self._applied, applied - RECENT), end):
                 loss = float(progress.recent[(counted - applied + step) % RECENT])
                 self._add_point(swept.sweep.at(step), loss)
         self._applied, self._counted = applied, counted
@@ -231,7 +232,7 @@ class LearningRateFinder(keras.callbacks.Callback):
             self._model.stop_training = True
 
     def _add_point(self, learning_rate: float, loss: float) -> None:
-        if self._over or len(self.losses) == self.steps:
+        if self._over:
             return
         if not math.isfinite(loss):
             return self._stop("the loss was not finite")
