@@ -3,6 +3,8 @@
 import contextlib
 from typing import Any
 
+from keras import ops
+
 # What Keras's base class would answer for itself although the inner optimizer decides it.
 _INNER_SETTINGS = (
     "weight_decay",
@@ -49,6 +51,15 @@ class ForwardsToInner:
             setattr(self.inner_optimizer, name, value)
         else:
             super().__setattr__(name, value)
+
+    def finalize_variable_values(self, var_list: list[Any]) -> None:
+        """At the end of `fit`: write the moving averages of the weights, if any, into them."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+        if self.inner_optimizer.use_ema:
+            # On JAX both would share one buffer, which the next `fit` cannot donate twice.
+            for average in self.inner_optimizer._model_variables_moving_average:
+                if average is not None:
+                    average.assign(ops.copy(average.value))
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Keep variables from weight decay; see `keras.optimizers.Optimizer`."""

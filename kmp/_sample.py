@@ -55,14 +55,14 @@ def sample(tensors: Sequence[Gradient], variables: Sequence[Variable]) -> Tensor
 
     None, where a variable has no gradient, gives zeros.
     """
-    parts = [
-        ops.zeros((sample_size(v.shape),), "float32")
-        if x is None
-        else ops.cast(
-            ops.reshape(_backend.gradient_sample(x, strides_of(v.shape)), (-1,)), "float32"
-        )
-        for x, v in zip(tensors, variables, strict=True)
-    ]
+    parts = []
+    for x, shape in zip(tensors, (tuple(v.shape) for v in variables), strict=True):
+        size = (sample_size(shape),)
+        if x is None:
+            parts.append(ops.zeros(size, "float32"))
+        else:
+            numbers = ops.reshape(_backend.gradient_sample(x, strides_of(shape)), size)
+            parts.append(ops.cast(numbers, "float32"))
     return ops.concatenate(parts)
 
 

@@ -389,3 +389,24 @@ def test_the_run_goes_on_at_the_floor():
         run.step([[np.inf, 1.0]])
     run.step([[1.0, 1.0]])
     assert kernel(run) == [0.5, 1.5]
+
+
+# Averages of the weights: a second fit.
+
+
+def fit_twice(optimizer):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    for _ in range(2):
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    return int(optimizer.iterations)
+
+
+def test_a_second_fit_with_averaged_weights():
+    assert fit_twice(kmp.scaled("adam", use_ema=True)) == 2
+
+
+@pytest.mark.only("jax")
+def test_keras_still_gives_weights_and_averages_one_buffer():
+    with pytest.raises(TypeError):  # the step cannot donate it twice; its variables are gone then
+        fit_twice(k.Adam(use_ema=True))

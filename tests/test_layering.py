@@ -25,7 +25,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 LEVELS = [
     ["_types", "_version", "_scope"],
     ["_arguments", "_architectures", "_backend", "_model", "_printing", "equivalence", "formats"],
-    ["_tasks", "_costs"],
+    ["_tasks", "_costs", "_random_states"],
     ["trees", "dtypes", "_reduction"],
     ["scaling", "health", "_sample", "policy"],
     ["report", "amax"],

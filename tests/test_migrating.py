@@ -252,15 +252,10 @@ def test_genesis_half_and_float():
 # ---- the guide itself
 
 
-def test_every_name_in_the_guide_exists():
-    text = GUIDE.read_text()
-    names = set(re.findall(r"kmp((?:\.\w+)+)", text))
-    assert len(names) >= 15
-    for dotted in names:
-        value = kmp
-        for name in dotted.strip(".").split("."):
-            value = getattr(value, name)
+def test_the_optimizer_has_every_attribute_in_the_guide():
     optimizer = kmp.scaled("sgd")
     optimizer.build([keras.Variable([1.0])])
-    for name in re.findall(r"`(?:[a-z]+ = )?optimizer\.(\w+)", text.partition("## tf.keras 2")[0]):
+    named = re.findall(r"`(?:[a-z]+ = )?optimizer\.(\w+)", GUIDE.read_text().partition("## tf")[0])
+    assert len(named) >= 5
+    for name in named:
         assert hasattr(optimizer, name), name

@@ -129,11 +129,12 @@ def read_progress(model: Any) -> Progress:
     """Read what the training steps of `model` have counted so far, in one transfer."""
     tracker, optimizer = model._loss_tracker, model.optimizer
     counters = [tracker.seen_steps, tracker.counted_steps, tracker.nonfinite_losses]
-    counters.append(optimizer.iterations)
     counts_skips = isinstance(optimizer, LossScaleOptimizer)
     if counts_skips and optimizer.built:
-        counters[-1] = optimizer.steps
-        counters += [optimizer.skipped_steps, optimizer.consecutive_skips]
+        counters += [optimizer.steps, optimizer.skipped_steps, optimizer.consecutive_skips]
+    else:
+        # Not `iterations`: under accumulation that is computed, from what JAX has in its loop.
+        counters.append(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
     values = transfer(_backend.read(model, [*counters, tracker.recent]))
     *numbers, recent = values
     seen, counted, nonfinite, step, *skips = (int(x) for x in numbers)

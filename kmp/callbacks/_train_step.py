@@ -29,14 +29,28 @@ def guard_train_step(model: Any) -> None:
     tracking = _tracking_losses(model, model.train_step)
     restoring = _backend.restore_after_skip(model, tracking, _undone_by_a_skip)
 
+    make_train_function = model.make_train_function
+
+    def renew_and_make(force: bool = False) -> None:
+        # JAX finds what it has traced by the function: the same one would bring back the loss, the
+        # optimizer and the dtypes of before.
+        if model.train_function is None or force:
+            model.train_step = _guarded(model, tracking, restoring)
+        make_train_function(force)
+
+    model.make_train_function = renew_and_make
+    model.train_step = _guarded(model, tracking, restoring)
+    model.train_function = None
+
+
+def _guarded(model: Any, tracking: Callable, restoring: Callable) -> Callable:
     def train_step(*args: Any) -> Any:
         # The model may have been compiled anew since, with another optimizer.
         skips = isinstance(model.optimizer, LossScaleOptimizer)
         return restoring(*args) if skips else tracking(*args)
 
     train_step.is_guarded = True  # type: ignore[attr-defined]
-    model.train_step = train_step
-    model.train_function = None
+    return train_step
 
 
 def _tracking_losses(model: Any, train_step: Callable) -> Callable:

@@ -1,18 +1,12 @@
 """What a replay may touch, kept aside and put back."""
 
-import random
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
-# Keras has no public names for the seed that unseeded random operations share.
-from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
-
-from kmp import _backend
 from kmp._model import layers_of
+from kmp._random_states import RandomStates
 from kmp._types import Variable
 
 
@@ -38,11 +32,7 @@ class Preserved:
         self.losses = [(list(layer._losses), set(layer._loss_ids)) for layer in self.layers]
         self.called = [layer._called for layer in self.layers]
         self.compile_loss = self.model.__dict__.get("_compile_loss")
-        self.python, self.numpy = random.getstate(), np.random.get_state()
-        self.backend = _backend.random_state()
-        self.seed = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-        if self.seed is not None:
-            self.values.append((self.seed.state, ops.copy(self.seed.state.value)))
+        self.random_states = RandomStates()
         self._use_a_fresh_loss()
         return self
 
@@ -61,10 +51,7 @@ class Preserved:
             layer._losses[:] = losses
             layer._loss_ids.clear()
             layer._loss_ids.update(ids)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        self.backend()
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, self.seed)
+        self.random_states.restore()
 
     def _use_a_fresh_loss(self) -> None:
         """A compiled loss builds its metrics when it is first called: let another one do that."""

@@ -151,3 +151,29 @@ def test_evaluation_hides_nothing_and_files_load_without_kmp(tmp_path):
     plain.load_weights(tmp_path / "model.weights.h5")
     for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_model_that_is_compiled_anew_is_traced_anew():
+    """JAX would find the step with the old loss, as its inputs have the same shapes."""
+    x, y = np.ones((4, 2), "float32"), np.full((4, 1), 5, "float32")
+    model = linear_model(kmp.scaled("sgd", learning_rate=0.0))
+    losses = []
+    for loss in ("mse", "mae"):
+        model.compile(kmp.scaled("sgd", learning_rate=0.0), loss=loss)
+        history = model.fit(x, y, verbose=0, callbacks=[kmp.callbacks.TerminateOnNaN()])
+        losses += history.history["loss"]
+    assert losses == [25.0, 5.0]
+
+
+def test_sparse_gradients_under_accumulation():
+    """An embedding's gradient has no static shape on TensorFlow, and under accumulation Keras
+    computes `iterations` from a variable that JAX has in its loop."""
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(5, 2)])
+    model.compile(kmp.scaled("sgd", gradient_accumulation_steps=2), "mse")
+    health = kmp.callbacks.GradientHealth(update_freq=1)
+    callbacks = [health, kmp.callbacks.DivergenceGuard(update_freq=1)]
+    x = np.tile(np.arange(3, dtype="int32"), (16, 1))
+    model.fit(x, np.ones((16, 3, 2)), batch_size=4, verbose=0, callbacks=callbacks)
+    assert health.report.step == 4 and int(model.optimizer.iterations) == 2
+    # Rows that no batch has asked for: two of five.
+    assert list(health.report.column("zero_share").values()) == [np.float32(0.4)]

@@ -1,0 +1,174 @@
+"""Every page: its Python runs; its commands, links and names lead somewhere."""
+
+import contextlib
+import importlib.util
+import inspect
+import io
+import pathlib
+import re
+import shlex
+import sys
+
+import numpy as np
+import pytest
+
+import kmp
+import kmp.__main__
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
+        ROOT / "examples" / "README.md",
+    ]
+}
+# Filled in by what is measured; the pages that link them come first.
+TO_COME = {"docs/parity.md", "docs/performance.md", "examples/quantization_aware.py"}
+
+
+def blocks(text):
+    """(language, content) of every fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def with_blocks(language):
+    return [
+        pytest.param(
+            name, [content for found, content in blocks(text) if found == language], id=name
+        )
+        for name, text in PAGES.items()
+        if any(found == language for found, _ in blocks(text))
+    ]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_blocks_are_of_a_kind_that_is_tested(name):
+    """What a page prints or states as a rule stands in blocks without a language."""
+    kinds = {language for language, _ in blocks(PAGES[name])}
+    # The examples of the reference are those of the docstrings, which test_layering.py runs.
+    assert kinds <= ({"", "pycon"} if name == "docs/api.md" else {"", "python", "bash"})
+
+
+@pytest.mark.filterwarnings("ignore:Step 1. gradient overflow")  # the scale is being found
+@pytest.mark.parametrize("name, python", with_blocks("python"))
+def test_python_runs(name, python, tmp_path, monkeypatch):
+    """Block after block, in one namespace a page."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for block in python:
+            exec(compile(block, name, "exec"), namespace)
+    if name == "README.md":
+        check_the_readme(namespace, printed.getvalue())
+
+
+def check_the_readme(namespace, printed):
+    shown, said = (re.sub(r"sequential\w*", "sequential", x) for x in (PAGES["README.md"], printed))
+    assert all(line in shown for line in said.splitlines()[:6])  # of to_mixed_precision
+    model, health = namespace["model"], namespace["health"]
+    images = np.random.default_rng(0).random((4, 8, 8, 1))
+    model.fit(images, np.arange(4), callbacks=[health], verbose=0)
+    assert "float32_output_dense/kernel" in str(health.report)
+
+
+@pytest.mark.parametrize("name, bash", with_blocks("bash"))
+def test_commands_exist_with_their_options(name, bash):
+    for line in "".join(bash).splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words.pop(0)
+        for command in " ".join(words).split(" && "):
+            if command:
+                check_command(command.split())
+
+
+def check_command(words):
+    """One command of a page, without what stands before it in the environment."""
+    program, *arguments = words
+    program = program.removeprefix(".venv/bin/")
+    if program == "make":
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {x for x in arguments if "=" not in x} <= set(targets)
+    elif program == "pip":
+        extra = re.search(r"\[(\w+)\]$", arguments[-1])[1]
+        assert re.search(rf"^{extra} =", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    elif program == "python" and arguments[:2] == ["-m", "kmp"]:
+        check_options(arguments[3:], printed_help(arguments[2]))
+    elif program == "python" and arguments[0] == "-m":
+        assert importlib.util.find_spec(arguments[1])
+        assert all((ROOT / x).exists() for x in arguments[2:])
+    elif program == "python":
+        check_options(arguments[1:], (ROOT / arguments[0]).read_text())
+    else:
+        assert importlib.util.find_spec(program), f"unknown command: {program}"
+
+
+def check_options(arguments, text):
+    for option in arguments:
+        assert not option.startswith("--") or option.partition("=")[0] in text
+
+
+def printed_help(command):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["kmp", command, "--help"])
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            kmp.__main__.main()
+    assert ended.value.code == 0
+    return printed.getvalue()
+
+
+WRONG_COMMANDS = [
+    "make everything",
+    "pip install kmp[everything]",
+    "python -m kmp nothing",
+    "nothing at all",
+    "python examples/nothing.py",
+    "python examples/quickstart.py --nothing",
+]
+
+
+@pytest.mark.parametrize("command", WRONG_COMMANDS)
+def test_a_wrong_command_is_found(command, capsys):
+    with pytest.raises((AssertionError, TypeError, OSError)):
+        check_command(command.split())
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    here = (ROOT / name).parent
+    prose = re.sub(r"`[^`\n]*`(?!\])", "", PAGES[name])  # `model.layers[0](x)` is no link
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", prose):
+        path = (here / target).resolve()
+        assert path.exists() or path.relative_to(ROOT).as_posix() in TO_COME, target
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_names_exist(name):
+    """Every `kmp.something` that a page mentions."""
+    for dotted in set(re.findall(r"`(?:[^`\n]*[^\w`.])?kmp((?:\.[a-zA-Z_]+\w*)+)", PAGES[name])):
+        value = kmp
+        for part in dotted.strip(".").split("."):
+            if not hasattr(value, part) and inspect.ismodule(value):
+                importlib.import_module(f"{value.__name__}.{part}")
+            value = getattr(value, part)
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("generate_api", ROOT / "docs" / "generate_api.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_that_of_the_docstrings():
+    assert PAGES["docs/api.md"] == generator().page(), "run: python docs/generate_api.py"
+
+
+def test_the_reference_has_everything_public():
+    headings = set(re.findall(r"^### `(.+)`$", PAGES["docs/api.md"], re.MULTILINE))
+    for module in (kmp, kmp.layers, kmp.callbacks, kmp.debug):
+        for name in module.__all__:
+            inside = inspect.ismodule(getattr(module, name)) or name == "__version__"
+            assert inside or f"{module.__name__}.{name}" in headings
