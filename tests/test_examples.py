@@ -188,9 +188,8 @@ def check_that_one_float32_layer_restores_the_accuracy(printed):
 
 def check_that_training_for_few_bits_wins_back_what_they_cost(printed):
     numbers = re.search(r"^seed 0 +(.*)$", printed, re.MULTILINE)[1]
-    reference, after8, aware8, after, aware = map(float, numbers.split())
+    reference, after, aware = map(float, numbers.split())
     assert reference > 95
-    assert min(after8, aware8) >= reference - 1.0
     assert reference > aware > after + 5.0
 
 
