@@ -21,18 +21,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # keep TensorFlow's start-up
 
 import keras
 import numpy as np
+from variants import VARIANTS
 
 import kmp
 from kmp.doctor import environment, environment_line
 
 BATCH = 32
-VARIANTS = {
-    "plain": lambda inner: inner,
-    "keras": keras.optimizers.LossScaleOptimizer,
-    "kmp": lambda inner: kmp.LossScaleOptimizer(inner, measure_gradients=False),
-    "health": kmp.LossScaleOptimizer,
-    "watched": kmp.LossScaleOptimizer,
-}
 
 
 def measure(layers: int, width: int, variant: str, steps: int) -> tuple[float, float]:

@@ -21,17 +21,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # keep TensorFlow's start-up
 import keras
 import numpy as np
 from models import MODELS
+from variants import VARIANTS
 
 import kmp
 from kmp.doctor import environment, environment_line
 
-VARIANTS = {
-    "plain": lambda inner: inner,
-    "keras": keras.optimizers.LossScaleOptimizer,
-    "kmp": lambda inner: kmp.LossScaleOptimizer(inner, measure_gradients=False),
-    "health": kmp.LossScaleOptimizer,
-    "watched": kmp.LossScaleOptimizer,
-}
 WARM_UP = 110
 
 

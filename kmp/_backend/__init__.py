@@ -13,10 +13,8 @@ if keras.backend.backend() == "tensorflow":
         apply_if,
         by_device,
         compute_if,
-        custom_gradient,
         device,
         device_memory,
-        fused_batch_norm,
         gradient_rows,
         gradient_sample,
         gradient_values,
@@ -31,6 +29,7 @@ if keras.backend.backend() == "tensorflow":
         verdict,
     )
     from kmp._backend.tensorflow_distribute import step_on_replicas
+    from kmp._backend.tensorflow_layers import custom_gradient, fused_batch_norm
     from kmp._backend.tensorflow_replay import (
         compiled_bytes,
         compiled_step_bytes,
