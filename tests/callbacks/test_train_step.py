@@ -49,6 +49,18 @@ def test_a_finite_loss_of_a_skipped_step_does_not_count(spe, jit):
     np.testing.assert_array_equal(history["loss"], losses_without([5], 1)["loss"])
 
 
+def test_an_optimizer_that_does_not_measure_is_watched_too():
+    sgd = keras.optimizers.SGD(RATE)
+    optimizer = kmp.LossScaleOptimizer(
+        sgd, loss_scale=kmp.DynamicLossScale(64.0), measure_gradients=False
+    )
+    model = linear_model(optimizer)
+    history = fit(model, [kmp.callbacks.TerminateOnNaN()], poisoned=[5])
+    assert history["skipped_steps"] == [1]
+    # The loss itself was not finite: no scale is to blame.
+    assert float(ops.convert_to_numpy(optimizer.dynamic_scale)) == 64.0
+
+
 def test_until_a_step_has_counted_the_last_finite_loss_stands():
     """Keras's TerminateOnNaN would otherwise stop a run whose first step finds the scale."""
     rule = kmp.DynamicLossScale(2.0**100, max_scale=2.0**100)
