@@ -35,3 +35,16 @@ def forget_functions(model: keras.Layer) -> None:
         if isinstance(layer, keras.Model):
             functions: Any = layer
             functions.train_function = functions.test_function = functions.predict_function = None
+
+
+def check_built(model: Any) -> None:
+    """Raise TypeError unless `model` is a Keras model, ValueError unless it is built."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` must be a keras.Model. Received: {model!r} (of type {type(model).__name__})."
+        )
+    if not model.built:
+        raise ValueError(
+            f"`model` must be built, so that its layers are there. Received: {model.name!r}, which "
+            "is not. Call it on a batch, or model.build(input_shape), first."
+        )

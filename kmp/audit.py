@@ -6,6 +6,7 @@ from typing import NamedTuple
 import keras
 
 from kmp._hazards import HAZARDS
+from kmp._model import check_built
 
 
 class Finding(NamedTuple):
@@ -88,15 +89,7 @@ def audit(model: keras.Model) -> AuditReport:
 
     Source: defects measured in Keras 3.15.1; Micikevicius et al. 2018 for losses and softmax.
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"`model` must be a keras.Model. Received: {model!r} (of type {type(model).__name__})."
-        )
-    if not model.built:
-        raise ValueError(
-            f"`model` must be built, so that its layers are there. Received: {model.name!r}, which "
-            "is not. Call it on a batch, or model.build(input_shape), first."
-        )
+    check_built(model)
     found = [
         Finding(path, kind, problem, advice)
         for kind, look in HAZARDS.items()

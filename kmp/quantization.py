@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from kmp._model import forget_functions, layers_of, path_of
+from kmp._model import check_built, forget_functions, layers_of, path_of
 from kmp._quantizable import not_told_to_train, plan_for
 from kmp._quantized import PREPARED, is_unseen, prepare, quantize, undo
 from kmp._remember import remember_policies
@@ -87,7 +87,7 @@ def quantize_aware(
         "freeze_after": freeze_after,
     }
     FakeQuantizedDense(1, **settings)  # says what is wrong with them
-    _check_model(model)
+    check_built(model)
     plan = plan_for(model, filter_fn)
     if all(reason for _, reason in plan):
         raise ValueError(
@@ -210,20 +210,8 @@ def _renew_optimizer(model: Any) -> None:
     model.optimizer.build(model.trainable_variables)
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"`model` must be a keras.Model. Received: {model!r} (of type {type(model).__name__})."
-        )
-    if not model.built:
-        raise ValueError(
-            f"`model` must be built, so that its layers are there. Received: {model.name!r}, which "
-            "is not. Call it on a batch, or model.build(input_shape), first."
-        )
-
-
 def _prepared(model: Any) -> list[Any]:
-    _check_model(model)
+    check_built(model)
     found = [layer for layer in layers_of(model) if isinstance(layer, FakeQuantized)]
     if not found:
         raise ValueError(
