@@ -1,14 +1,21 @@
 """What the optimizer measures: the variables that hold it, when, and how it is read."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from keras import ops
 
 from kmp import _sample, health
 from kmp._arguments import whole_number
 from kmp._reading import read_report
-from kmp._types import Variable
+from kmp._types import Tensor, Variable
 from kmp.report import GradientReport
+
+
+def _zeros(shape: Sequence[int], dtype: str) -> Tensor:
+    """Zeros that come from the host, where Keras's are a program for each shape on JAX."""
+    return ops.convert_to_tensor(np.zeros(shape, dtype))
 
 
 class MeasuresGradients:
@@ -31,9 +38,7 @@ class MeasuresGradients:
         self.overflow_events = self._add_levels(
             "overflow_events", (health.NUM_EVENTS, len(health.EVENT_COLUMNS))
         )
-        self.sampling = self.add_variable(
-            shape=(4,), dtype="int32", aggregation="none", name="sampling"
-        )
+        self.sampling = self._add("sampling", (4,), "int32")
 
     def _require_measurements(self, method: str) -> None:
         if not self.built or self.gradient_health is None:
@@ -45,10 +50,15 @@ class MeasuresGradients:
             )
 
     def _add_counter(self, name: str) -> Variable:
-        return self.add_variable(shape=(), dtype="int32", aggregation="none", name=name)
+        return self._add(name, (), "int32")
 
     def _add_levels(self, name: str, shape: tuple[int, ...]) -> Variable:
-        return self.add_variable(shape=shape, dtype="float32", aggregation="none", name=name)
+        return self._add(name, shape, "float32")
+
+    def _add(self, name: str, shape: tuple[int, ...], dtype: str) -> Variable:
+        return self.add_variable(
+            shape=shape, dtype=dtype, initializer=_zeros, aggregation="none", name=name
+        )
 
     def sample_gradients(self, update_freq: int, *, and_at: int = 0, details: bool = True) -> None:
         """Choose how often to measure; `GradientHealth` does so in `fit`.
@@ -69,9 +79,8 @@ class MeasuresGradients:
         """
         self._require_measurements("sample_gradients")
         interval = whole_number("update_freq", update_freq, "sample_gradients")
-        chosen = ops.convert_to_tensor([interval, and_at], "int32")
-        noted = ops.convert_to_tensor(self.sampling)[2:]
-        self.sampling.assign(ops.concatenate([chosen, noted]))
+        noted = ops.convert_to_numpy(self.sampling)[2:]
+        self.sampling.assign(np.array([interval, and_at, *noted], "int32"))
         self.measures_details = bool(details)
 
     def gradient_report(self) -> GradientReport:

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from kmp import _backend
 from kmp._types import Tensor, Variable
 from kmp.report import GradientReport, read_events
 
@@ -54,14 +55,19 @@ def transfer(values: Sequence[Tensor]) -> list[np.ndarray]:
     Floats travel as their bits: the counters are integers and stay exact beside them.
     """
     tensors = [ops.convert_to_tensor(x) for x in values]
-    floats = [keras.backend.standardize_dtype(x.dtype) == "float32" for x in tensors]
-    bits = [
-        ops.view(x, "int32") if is_float else ops.cast(x, "int32")
-        for x, is_float in zip(tensors, floats, strict=True)
-    ]
-    packed = ops.convert_to_numpy(ops.concatenate([ops.reshape(x, (-1,)) for x in bits]))
+    packed = ops.convert_to_numpy(_packed(tensors))
     ends = np.cumsum([int(np.prod(x.shape)) for x in tensors])
     return [
-        (part.view("float32") if is_float else part).reshape(tuple(x.shape))
-        for part, is_float, x in zip(np.split(packed, ends[:-1]), floats, tensors, strict=True)
+        (part.view("float32") if _is_float(x) else part).reshape(tuple(x.shape))
+        for part, x in zip(np.split(packed, ends[:-1]), tensors, strict=True)
     ]
+
+
+@_backend.compiled
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    bits = [ops.view(x, "int32") if _is_float(x) else ops.cast(x, "int32") for x in tensors]
+    return ops.concatenate([ops.reshape(x, (-1,)) for x in bits])
+
+
+def _is_float(x: Tensor) -> bool:
+    return keras.backend.standardize_dtype(x.dtype) == "float32"

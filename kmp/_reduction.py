@@ -4,8 +4,8 @@ The compile time and the number of kernels would else grow with the number of va
 one reduction or two for each.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from keras import ops
@@ -15,68 +15,111 @@ from kmp._types import Gradient, Tensor
 
 Columns = tuple[Tensor, ...]  # two or more: the second is reduced by its maximum, others by sums
 
-_SMALL = 4096  # numbers: variables up to here that are of one size go together everywhere
+SMALL = 4096  # numbers: gradients up to here that are of one size go together everywhere
 _OPERANDS = 64  # at most: XLA fuses no more than some 90 of them into one kernel
 
 
-def reduce_by_variable(
-    look: Callable[[Tensor], Columns],
-    gradients: Sequence[Gradient],
-    sizes: Sequence[int],
-    together: bool,
+class Part(NamedTuple):
+    """Some of the gradients: small ones that are alike, or a large one.
+
+    Attributes:
+        values: [num_members, size] of small gradients; else the gradient itself.
+        members: the rows of the variables that they belong to.
+        stacked: whether they are small ones.
+        kind: what `gather` was told of them.
+    """
+
+    values: Gradient
+    members: tuple[int, ...]
+    stacked: bool
+    kind: Hashable = None
+
+
+def gather(
+    gradients: Sequence[Gradient], sizes: Sequence[int], kinds: Sequence[Hashable] = ()
+) -> list[Part]:
+    """Stack the small gradients that are of one size, dtype and kind; leave the others as they are.
+
+    Args:
+        gradients: for each variable its gradient, or None, which is in no part.
+        sizes: for each variable its number of elements.
+        kinds: for each variable what it must have in common with others; nothing if left out.
+
+    Returns:
+        The stacks, then the rest in the order of the variables.
+    """
+    small: dict[Any, list[int]] = {}
+    parts, large = [], []
+    kinds = kinds or [None] * len(sizes)
+    for i, (x, size, kind) in enumerate(zip(gradients, sizes, kinds, strict=True)):
+        if x is None or size == 0:
+            continue
+        # A sparse one has rows of a number that is known at run time.
+        if size <= SMALL and _backend.gradient_values(x) is x:
+            small.setdefault((size, str(x.dtype), kind), []).append(i)
+        else:
+            large.append(Part(x, (i,), False, kind))
+    for (size, _, kind), everyone in small.items():
+        for members in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
+            rows = [ops.reshape(gradients[i], (size,)) for i in members]
+            parts.append(Part(ops.stack(rows), tuple(members), True, kind))
+    return parts + large
+
+
+def reduce_parts(
+    look: Callable[[Tensor], Columns], parts: Sequence[Part], number: int, together: bool
 ) -> Columns:
     """Reduce what `look` sees of each gradient.
 
     Args:
         look: elementwise; columns of the shape of its argument, 0 where that is 0.
-        gradients: for each variable its gradient, or None.
-        sizes: for each variable its number of elements.
-        together: whether large gradients go together too. XLA fuses their stack into the reduction
-            on accelerators; on CPUs it would write it to memory.
+        parts: from `gather`.
+        number: of variables.
+        together: whether large gradients of one shape go together too. XLA fuses their stack into
+            the reduction on accelerators; on CPUs it would write it to memory.
 
     Returns:
-        [num_variables] each, in the dtype of `look`; 0 for None.
+        [number] each, in the dtype of `look`; 0 where there is no gradient.
     """
-    groups: dict[Any, list[int]] = {}
-    values = [None if g is None else _backend.gradient_rows(g) for g in gradients]
-    for i, (x, gradient, size) in enumerate(zip(values, gradients, sizes, strict=True)):
-        groups.setdefault(_group(i, x, x is gradient, size, together), []).append(i)
-    parts, order = [], []
+    groups: dict[Any, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(_group(part, together), []).append(part)
+    found, order = [], []
     for (kind, *_), everyone in groups.items():
-        for members in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
-            order += members
-            parts.append(_reduced(kind, look, [values[i] for i in members]))
-    found = [ops.concatenate(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True)]
-    if order == sorted(order):
-        return tuple(found)
-    return tuple(ops.take(x, np.argsort(order), axis=0) for x in found)
+        for some in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
+            order += [i for part in some for i in part.members]
+            found.append(_reduced(kind, look, some))
+    if len(order) < number:
+        found.append(look(ops.zeros((1,))))
+    columns = [ops.concatenate(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True)]
+    if order == list(range(number)):
+        return tuple(columns)
+    places = np.full(number, len(order), "int32")  # of the zero, unless there is a gradient
+    places[order] = np.arange(len(order))
+    return tuple(ops.take(x, places, axis=0) for x in columns)
 
 
-def _group(i: int, values: Any, dense: bool, size: int, together: bool) -> tuple:
-    """What gradient `i` goes together with: all that have the same."""
-    if values is None or size == 0:
-        return ("absent",)
-    if not dense or not (together or size <= _SMALL):
-        return ("alone", i)  # a sparse one has rows of a number that is known at run time
-    shape, dtype = tuple(values.shape), str(values.dtype)
-    if size <= _SMALL:
-        return ("flat", dtype, size)
+def _group(part: Part, together: bool) -> tuple:
+    """What a part goes together with: all that have the same."""
+    if part.stacked and not together:
+        return ("rows", str(part.values.dtype), part.values.shape[1])
+    if part.stacked or not together or _backend.gradient_values(part.values) is not part.values:
+        return ("alone", part.members)
+    shape, dtype = tuple(part.values.shape), str(part.values.dtype)
     # Those of convolutions come in layouts of their own, which a stack would have to undo.
     return ("channels", dtype, shape[-1]) if len(shape) > 3 else ("shaped", dtype, shape)
 
 
-def _reduced(kind: str, look: Callable[[Tensor], Columns], members: list) -> Columns:
+def _reduced(kind: str, look: Callable[[Tensor], Columns], parts: Sequence[Part]) -> Columns:
     """The columns of gradients that go together, a number for each of them."""
+    values = [_backend.gradient_rows(part.values) for part in parts]
     if kind == "channels":
-        vectors = [
-            _backend.reduce_columns(look(x), tuple(range(len(x.shape) - 1))) for x in members
-        ]
+        vectors = [_backend.reduce_columns(look(x), tuple(range(len(x.shape) - 1))) for x in values]
         return _backend.reduce_columns(
             tuple(ops.stack(x) for x in zip(*vectors, strict=True)), (1,)
         )
-    if kind == "absent":
-        members = [ops.zeros((1,))] * len(members)
-    elif kind == "flat":
-        members = [ops.reshape(x, (-1,)) for x in members]
-    stacked = ops.stack(members)
+    if not parts[0].stacked:
+        stacked = ops.stack(values)
+    else:
+        stacked = ops.concatenate(values) if len(values) > 1 else values[0]
     return _backend.reduce_columns(look(stacked), tuple(range(1, len(stacked.shape))))

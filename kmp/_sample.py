@@ -12,15 +12,16 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._types import Gradient, Tensor, Variable
+from kmp._reduction import SMALL, Part
+from kmp._types import Tensor, Variable
 
-SAMPLE_SIZE = 4096  # numbers of a variable at most: a share of 0.1% is then four of them
+SAMPLE_SIZE = SMALL  # numbers of a variable at most: a share of 0.1% is then four of them
 LOWEST, HIGHEST = -28, 16  # the exponents at the ends, where those beyond are counted too
 # Zeros, one bin an exponent, and what is not finite. `[2**e, 2**(e + 1))` of the scaled gradient.
 BINS = HIGHEST - LOWEST + 3
 COLUMNS = ("weight_norm", "update_norm", "unmoved_share")
 WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE = range(len(COLUMNS))
-_KEYS = BINS + 4  # beside the bins: three sums, and the count that the share is of
+_KEYS = BINS + 3  # beside the bins: three sums
 _EXPONENT_BITS, _BIAS, _MANTISSA = 255, 127, 23
 
 
@@ -50,29 +51,46 @@ def _left(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return [-(-size // stride) for size, stride in zip(shape, strides, strict=True)]
 
 
-def sample(tensors: Sequence[Gradient], variables: Sequence[Variable]) -> Tensor:
-    """float32[n]: samples of a tensor of the shape of each variable, one after another.
+def layout(parts: Sequence[Part], number: int) -> list[int]:
+    """The order in which a sample of gradients holds the variables, `number` of them."""
+    order = [i for part in parts for i in part.members]
+    return order + sorted(set(range(number)) - set(order))
 
-    None, where a variable has no gradient, gives zeros.
+
+def sample(parts: Sequence[Part], variables: Sequence[Variable]) -> Tensor:
+    """float32[n]: samples of the gradients in `parts`, in their `layout`.
+
+    A variable that has no gradient gives zeros.
     """
-    parts = []
-    for x, shape in zip(tensors, (tuple(v.shape) for v in variables), strict=True):
-        size = (sample_size(shape),)
-        if x is None:
-            parts.append(ops.zeros(size, "float32"))
-        else:
-            numbers = ops.reshape(_backend.gradient_sample(x, strides_of(shape)), size)
-            parts.append(ops.cast(numbers, "float32"))
-    return ops.concatenate(parts)
+    samples = []
+    for part in parts:
+        shape = tuple(variables[part.members[0]].shape)
+        of_each = part.values
+        if not part.stacked:
+            of_each = _backend.gradient_sample(part.values, strides_of(shape))
+        # (The number of a sparse gradient's rows is known at run time alone.)
+        samples.append(ops.reshape(of_each, (len(part.members) * sample_size(shape),)))
+    absent = layout(parts, len(variables))[sum(len(part.members) for part in parts) :]
+    missing = sum(sample_size(variables[i].shape) for i in absent)
+    return _together([*samples, ops.zeros((missing,))])
 
 
-def sample_weights(variables: Sequence[Variable]) -> Tensor:
-    """float32[n]: the samples of the variables' present values."""
-    return sample([ops.convert_to_tensor(v) for v in variables], variables)
+def sample_weights(variables: Sequence[Variable], order: Sequence[int]) -> Tensor:
+    """float32[n]: the samples of the variables' present values, in this order."""
+    values = [(ops.convert_to_tensor(variables[i]), strides_of(variables[i].shape)) for i in order]
+    return _together([ops.reshape(_backend.gradient_sample(*pair), (-1,)) for pair in values])
+
+
+def _together(samples: Sequence[Tensor]) -> Tensor:
+    return ops.concatenate([ops.cast(x, "float32") for x in samples])
 
 
 def measure_sample(
-    gradient: Tensor, before: Tensor, after: Tensor, variables: Sequence[Variable]
+    gradient: Tensor,
+    before: Tensor,
+    after: Tensor,
+    variables: Sequence[Variable],
+    order: Sequence[int],
 ) -> Tensor:
     """Measure gradients, weights and their update.
 
@@ -81,6 +99,7 @@ def measure_sample(
         before: float32[n], the sample of the weights before the update.
         after: float32[n], the one after it.
         variables: the variables, for their shapes.
+        order: the order of all three.
 
     Returns:
         float32[num_variables, 3 + 47]: `COLUMNS`, then the counts of zeros, of each exponent of
@@ -89,12 +108,12 @@ def measure_sample(
     shapes = [tuple(v.shape) for v in variables]
     sizes = [sample_size(shape) for shape in shapes]
     update = ops.subtract(after, before)
-    present = ops.cast(ops.not_equal(gradient, 0.0), "float32")
-    unmoved = present * ops.cast(ops.equal(update, 0.0), "float32")
-    first_key = np.repeat(np.arange(len(sizes), dtype="int32") * _KEYS, sizes)
+    unmoved = ops.logical_and(ops.not_equal(gradient, 0.0), ops.equal(update, 0.0))
+    first_key = np.repeat(np.array(order, "int32") * _KEYS, [sizes[i] for i in order])
     first_key = ops.convert_to_tensor(first_key, "int32")
-    keys = [ops.cast(_bin(gradient), "int32"), *(BINS + i for i in range(4))]
-    values = [ops.ones_like(gradient), ops.square(after), ops.square(update), unmoved, present]
+    keys = [ops.cast(_bin(gradient), "int32"), *(BINS + i for i in range(3))]
+    values = [ops.ones_like(gradient), ops.square(after), ops.square(update)]
+    values.append(ops.cast(unmoved, "float32"))
     sums = ops.segment_sum(
         ops.concatenate(values),
         ops.concatenate([ops.add(first_key, key) for key in keys]),
@@ -103,14 +122,10 @@ def measure_sample(
     sums = ops.reshape(sums, (len(sizes), _KEYS))
     whole = np.array([math.prod(s) / max(n, 1) for s, n in zip(shapes, sizes, strict=True)])
     whole = ops.convert_to_tensor(whole.astype("float32")[:, None])
-    return ops.concatenate(
-        [
-            ops.sqrt(sums[:, BINS : BINS + 2] * whole),
-            sums[:, BINS + 2 : BINS + 3] / ops.maximum(sums[:, BINS + 3 :], 1.0),
-            sums[:, :BINS],
-        ],
-        axis=1,
-    )
+    counts, norms = sums[:, :BINS], ops.sqrt(sums[:, BINS : BINS + 2] * whole)
+    present = ops.sum(counts[:, 1:], axis=1, keepdims=True)
+    unmoved_share = sums[:, BINS + 2 :] / ops.maximum(present, 1.0)
+    return ops.concatenate([norms, unmoved_share, counts], axis=1)
 
 
 def _bin(values: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """One training step of the loss-scaling optimizer, in the order in which it happens."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from keras import ops
 
 from kmp import _backend, _sample, health
+from kmp._reduction import Part, gather
 from kmp._types import Gradient, Tensor, Variable
 from kmp._window import DroppedWindow
 from kmp.scaling import LossScale, ScaleState
@@ -20,19 +21,34 @@ class Measured(NamedTuple):
         finite: bool[], whether all of them are finite.
         loss_finite: bool[], False where the loss is known not to be finite.
         nonfinite: float32[num_variables], how many numbers of each are not finite.
-        due: bool[] each, whether to measure the levels, whether to measure the details.
+        due: whether to measure the levels, and the details: bool[] each, if anything is measured.
         levels: float32[num_variables, 4], from `health.measure`, maybe of an earlier step.
         samples: float32[n] each, of the scaled gradients and of the weights before the update.
+        order: the order of the variables in the samples.
         max_abs: float32[], the largest true gradient, if the rule asks for it.
     """
 
     finite: Tensor
     loss_finite: Tensor
     nonfinite: Tensor
-    due: tuple[Tensor, Tensor] = (None, None)
+    due: Any = None
     levels: Tensor | None = None
     samples: tuple[Tensor, Tensor] | None = None
+    order: Sequence[int] = ()
     max_abs: Tensor | None = None
+
+
+class Kind(NamedTuple):
+    """How the gradients of a variable are unscaled.
+
+    Attributes:
+        dtype: what they are cast to afterwards, or None.
+        overwrites: whether they are none: float8's scales arrive as "gradients" that replace the
+            variable, and are never scaled.
+    """
+
+    dtype: str | None
+    overwrites: bool
 
 
 class ScaledStep:
@@ -82,79 +98,83 @@ class ScaledStep:
         _backend.apply_if(self.admitted(measured.finite), update, guarded)
         self.record(measured)
 
-    def unscaled(
-        self, grads: list[Gradient], variables: list[Variable], state: ScaleState | None = None
-    ) -> list[Gradient]:
+    def unscaled(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
         """Divide the gradients by the scale that the loss was multiplied with."""
-        true = self.loss_scale.unscale(grads, state or self.scale_state)
-        if self.inner_optimizer.gradient_accumulation_steps:
-            # Keras's accumulators have the variable's dtype and must meet their own.
-            true = [
-                map_gradients(functools.partial(ops.cast, dtype=v.dtype), g)
-                for g, v in zip(true, variables, strict=True)
-            ]
-        # Float8's scales arrive as "gradients" that replace the variable: never scaled.
-        overwritten = [self._overwrite_variable_with_gradient(v) for v in variables]
-        return [g if raw else t for raw, g, t in zip(overwritten, grads, true, strict=True)]
+        return self._unscaled(grads, [self._kind(v) for v in variables], self.scale_state)
+
+    def _kind(self, variable: Variable) -> Kind:
+        # Keras's accumulators have the variable's dtype and must meet their own.
+        accumulates = self.inner_optimizer.gradient_accumulation_steps
+        return Kind(
+            variable.dtype if accumulates else None,
+            self._overwrite_variable_with_gradient(variable),
+        )
+
+    def _unscaled(
+        self, grads: list[Gradient], kinds: Sequence[Any], state: ScaleState
+    ) -> list[Gradient]:
+        def true(scaled: Gradient, divided: Gradient, kind: Kind) -> Gradient:
+            if kind.overwrites:
+                return scaled
+            if kind.dtype is None:
+                return divided
+            return map_gradients(functools.partial(ops.cast, dtype=kind.dtype), divided)
+
+        return list(map(true, grads, self.loss_scale.unscale(grads, state), kinds))
 
     def measured(
         self, grads: list[Gradient], true: list[Gradient], variables: list[Variable]
     ) -> Measured:
         """Look at gradients, before and after `unscaled`: are they finite, and how large."""
-        rows = self._rows(true, variables)
-        loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
+        watched = self._trainable_variables
+        parts = gather(self._rows(grads, variables), self._sizes, [self._kind(v) for v in watched])
         largest = None
         if getattr(self.loss_scale, "reads_max_abs", False):
             raw = map(self._overwrite_variable_with_gradient, variables)
             largest = max_abs([g for g, other in zip(true, raw, strict=True) if not other])
+        look = functools.partial(self._looked_at, parts, self.scale_state)
+        measured = _backend.by_device(look, ops.convert_to_tensor(self.loss_nonfinite))
+        measured = measured._replace(max_abs=largest)
+        if not (self.measures_details and measured.due):
+            return measured
+        # What is sampled keeps its order on every device.
+        order = _sample.layout(parts, len(watched))
+        gradient = self._sampled_if(measured.due[1], lambda: _sample.sample(parts, watched))
+        weights = self._sampled_if(measured.due[1], lambda: _sample.sample_weights(watched, order))
+        # Otherwise XLA may update the weights first, and would keep a copy of all of them for the
+        # sample's sake.
+        finite = _backend.after(measured.finite, weights)
+        return measured._replace(finite=finite, samples=(gradient, weights), order=order)
+
+    def _looked_at(self, parts: list[Part], scale: ScaleState, accelerator: bool) -> Measured:
+        def true() -> list[Part]:
+            # The true gradients as such are never in memory: XLA divides while it updates, and
+            # again here. A branch that asked for them would have them written in every step.
+            values = self._unscaled([p.values for p in parts], [p.kind for p in parts], scale)
+            return [p._replace(values=x) for p, x in zip(parts, values, strict=True)]
+
+        def measure() -> Tensor:
+            return health.measure(true(), self._sizes, together=accelerator)
+
+        loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
+        if self.gradient_health is None or not accelerator:
+            nonfinite = health.count_nonfinite(true(), len(self._sizes), together=accelerator)
+        else:
+            levels = measure()
+            nonfinite = levels[:, health.NONFINITE]
         if self.gradient_health is None:
-            nonfinite = _backend.by_device(
-                lambda accelerator: health.count_nonfinite(rows, self._sizes, together=accelerator),
-                loss_nonfinite,
-            )
             finite, loss_finite, _ = _backend.verdict(nonfinite, loss_nonfinite, None)
-            return Measured(finite, loss_finite, nonfinite, max_abs=largest)
-        previous = ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS]
-
-        def look(accelerator: bool) -> tuple[Tensor, Tensor]:
-            if not accelerator:
-                return health.count_nonfinite(rows, self._sizes), previous
-            levels = health.measure(rows, self._sizes, together=True)
-            return levels[:, health.NONFINITE], self._of_gradients(levels)
-
-        nonfinite, levels = _backend.by_device(look, loss_nonfinite)
+            return Measured(finite, loss_finite, nonfinite)
         due: Any = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
         finite, loss_finite, due = _backend.verdict(nonfinite, loss_nonfinite, due)
         # An overflow is measured whenever it comes. (Operators, as on torch these are on the host.)
         due = (due[0] | ~finite, due[1])
-        scale = self.scale_state
-
-        def measure() -> Tensor:
-            # Divided again: the true gradients as such are never in memory, XLA divides while it
-            # updates, and a branch that asked for them would have them written in every step.
-            divided = self.unscaled(grads, variables, scale)
-            rows = self._rows(divided, variables)
-            return self._of_gradients(health.measure(rows, self._sizes))
-
-        levels = _backend.by_device(
-            lambda accelerator: (
-                ops.where(due[0], levels, previous)
-                if accelerator
-                else _backend.compute_if(due[0], measure, previous)
-            ),
-            loss_nonfinite,
-        )
-        measured = Measured(finite, loss_finite, nonfinite, due, levels, max_abs=largest)
-        if not self.measures_details:
-            return measured
-        watched = self._trainable_variables
-        scaled = self._rows(grads, variables)
-        gradient = self._sampled_if(due[1], lambda: _sample.sample(scaled, watched))
-        weights = self._sampled_if(due[1], lambda: _sample.sample_weights(watched))
-        # Otherwise XLA may update the weights first, and would keep a copy of all of them for the
-        # sample's sake.
-        finite = _backend.after(finite, weights)
-        return measured._replace(finite=finite, samples=(gradient, weights))
+        previous = ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS]
+        if accelerator:
+            levels = ops.where(due[0], self._of_gradients(levels), previous)
+        else:
+            levels = _backend.compute_if(due[0], lambda: self._of_gradients(measure()), previous)
+        return Measured(finite, loss_finite, nonfinite, due, levels)
 
     def _sampled_if(self, due: Tensor, sample: Callable[[], Tensor]) -> Tensor:
         size = sum(_sample.sample_size(v.shape) for v in self._trainable_variables)
@@ -215,12 +235,14 @@ class ScaledStep:
         if measured.samples is None:
             due_details = ops.zeros_like(due_details)
         else:
-            watched, samples = self._trainable_variables, measured.samples
-            after = self._sampled_if(due_details, lambda: _sample.sample_weights(watched))
+            watched, order = self._trainable_variables, measured.order
+            gradient, before = measured.samples
+            after = self._sampled_if(due_details, lambda: _sample.sample_weights(watched, order))
+            samples = gradient, before, after
             self.gradient_details.assign(
                 _backend.compute_if(
                     due_details,
-                    lambda: self._of_gradients(_sample.measure_sample(*samples, after, watched)),
+                    lambda: self._of_gradients(_sample.measure_sample(*samples, watched, order)),
                     ops.convert_to_tensor(self.gradient_details),
                 )
             )

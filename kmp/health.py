@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from keras import ops
 
-from kmp._reduction import Columns, reduce_by_variable
-from kmp._types import Gradient, Tensor
+from kmp._reduction import Columns, Part, reduce_parts
+from kmp._types import Tensor
 
 # Levels of the last measured step first, then what is counted in every step. Levels are in true
 # units (after division by the loss scale) and over finite values, so that one inf hides nothing.
@@ -28,14 +28,12 @@ FIRST_STEPS = 100
 INTERVAL = 100
 
 
-def measure(
-    gradients: Sequence[Gradient], sizes: Sequence[int], *, together: bool = False
-) -> Tensor:
+def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = False) -> Tensor:
     """Measure gradients in the graph.
 
     Args:
-        gradients: for each variable its gradient of any shape (tensor or `tf.IndexedSlices`),
-            already divided by the loss scale; None gives a row of zeros.
+        parts: the gradients, already divided by the loss scale, from `kmp._reduction.gather`.
+            Where there is none the row is of zeros.
         sizes: for each variable its number of elements, what a sparse gradient's share is of.
         together: whether large gradients go together too, as `kmp._reduction` says.
 
@@ -44,7 +42,9 @@ def measure(
 
     Example:
 
-    >>> [float(x) for x in measure([ops.array([3.0, 0.0, -4.0, 0.0])], [4])[0]]
+    >>> from kmp._reduction import gather
+    >>> parts = gather([ops.array([3.0, 0.0, -4.0, 0.0])], [4])
+    >>> [float(x) for x in measure(parts, [4])[0]]
     [5.0, 4.0, 0.5, 0.0]
     """
 
@@ -56,28 +56,27 @@ def measure(
         counted = (ops.cast(x, "int32") for x in (nonzero, nonfinite))
         return ops.square(clean), ops.abs(clean), *counted
 
-    columns = reduce_by_variable(look, gradients, sizes, together)
+    columns = reduce_parts(look, parts, len(sizes), together)
     squares, max_abs, nonzero, nonfinite = (ops.cast(x, "float32") for x in columns)
-    whole = np.array([0 if g is None else n for g, n in zip(gradients, sizes, strict=True)])
+    present = {i for part in parts for i in part.members}
+    whole = np.array([n if i in present else 0 for i, n in enumerate(sizes)])
     whole = ops.convert_to_tensor(whole.astype("float32"))
     zero_share = (whole - nonzero) / ops.maximum(whole, 1.0)
     return ops.stack([ops.sqrt(squares), max_abs, zero_share, nonfinite], axis=1)
 
 
-def count_nonfinite(
-    gradients: Sequence[Gradient], sizes: Sequence[int], *, together: bool = False
-) -> Tensor:
+def count_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False) -> Tensor:
     """Count what is not finite in each gradient: the column `nonfinite` of `measure` alone.
 
     Returns:
-        float32[num_variables]; 0 for None.
+        float32[number]; 0 where there is no gradient.
     """
 
     def look(values: Tensor) -> Columns:
         nonfinite = ops.cast(ops.logical_not(ops.isfinite(values)), "int32")
         return nonfinite, nonfinite
 
-    counts, present = reduce_by_variable(look, gradients, sizes, together)
+    counts, present = reduce_parts(look, parts, number, together)
     # Two columns, and both in use, for the sake of `_backend.reduce_columns` on CPUs.
     return ops.cast(ops.maximum(counts, present), "float32")
 

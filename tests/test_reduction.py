@@ -11,6 +11,7 @@ from oracle import COMPILED_MODES, MODES, Run, compiled
 
 import kmp
 from kmp import _backend, health
+from kmp._reduction import gather
 
 SHAPES = [
     *[(3,), (70, 70), (3,), (2, 2), (70, 70), (4,)],  # two of a size, two of a shape, one alone
@@ -41,8 +42,9 @@ def test_each_gradient_keeps_its_row(mode, together):
     def measure(present):
         present = [present[0], None, *present[1:]]
         sizes = [SIZES[0], 7, *SIZES[1:]]
-        counts = health.count_nonfinite(present, sizes, together=together)
-        return health.measure(present, sizes, together=together), counts
+        parts = gather(present, sizes, [None] * 10 + ["another kind"] * (len(sizes) - 10))
+        counts = health.count_nonfinite(parts, len(sizes), together=together)
+        return health.measure(parts, sizes, together=together), counts
 
     values = gradients()
     levels, counts = compiled(measure, mode)([ops.convert_to_tensor(v) for v in values])

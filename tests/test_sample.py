@@ -11,6 +11,7 @@ from oracle import MODES, compiled
 
 import kmp
 from kmp import _sample
+from kmp._reduction import gather
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,9 @@ def test_bins_are_the_exponents_of_the_scaled_gradient(mode):
     weight = keras.Variable(np.zeros(len(values), "float32"))
 
     def measure(gradient):
-        gradient, zeros = _sample.sample([gradient], [weight]), ops.zeros((len(values),), "float32")
-        return _sample.measure_sample(gradient, zeros, zeros, [weight])
+        gradient = _sample.sample(gather([gradient], [len(values)]), [weight])
+        zeros = ops.zeros((len(values),), "float32")
+        return _sample.measure_sample(gradient, zeros, zeros, [weight], [0])
 
     measured = compiled(measure, mode)(ops.convert_to_tensor(values.astype("float32")))
     bins = ops.convert_to_numpy(measured)[0, 3:]
@@ -56,35 +58,42 @@ def test_bins_are_the_exponents_of_the_scaled_gradient(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
     random = np.random.default_rng(2)
-    shapes = [(4, 3), (), (7,)]
+    shapes = [(4, 3), (80, 70), (), (7,), (2, 6), (3, 4)]
+    sizes = [math.prod(shape) for shape in shapes]
     after = [random.normal(size=shape).astype("float32") for shape in shapes]
     update = [random.normal(size=shape).astype("float32") * 1e-3 for shape in shapes]
-    update[2][:3] = 0
-    gradients = [np.ones((4, 3), "float32"), None, np.float32([1, 1, 0, 1, 1, 0, 1])]
+    update[3][:3] = 0
+    update[5][1] = 0
+    gradients = [np.ones(shape, "float32") for shape in shapes]
+    gradients[2], gradients[3] = None, np.float32([1, 1, 0, 1, 1, 0, 1])
+    gradients[5] = gradients[5].astype("float16")
     before = [a - d for a, d in zip(after, update, strict=True)]
     variables = [keras.Variable(a) for a in after]
-    flat = np.concatenate([b.ravel() for b in before])
 
-    def measure(before, gradients):
-        gradient = _sample.sample([gradients[0], None, gradients[1]], variables)
-        after = _sample.sample_weights(variables)
-        return _sample.measure_sample(gradient, before, after, variables)
+    def measure(present):
+        parts = gather([*present[:2], None, *present[2:]], sizes)
+        gradient, order = _sample.sample(parts, variables), _sample.layout(parts, len(sizes))
+        after = _sample.sample_weights(variables, order)
+        earlier = _sample.sample_weights([keras.ops.array(b) for b in before], order)
+        return _sample.measure_sample(gradient, earlier, after, variables, order)
 
     present = [ops.convert_to_tensor(g) for g in gradients if g is not None]
-    measured = compiled(measure, mode)(ops.convert_to_tensor(flat), present)
-    measured = ops.convert_to_numpy(measured)
+    measured = ops.convert_to_numpy(compiled(measure, mode)(present))
     for row, a, b in zip(measured, after, before, strict=True):
-        # Float32 sums of at most 12 squares; the update is a difference, exact as stored.
-        np.testing.assert_allclose(row[0], np.linalg.norm(a.ravel()), rtol=1e-6)
-        np.testing.assert_allclose(row[1], np.linalg.norm((a - b).ravel()), rtol=1e-6)
-    np.testing.assert_array_equal(measured[:, 2], np.float32([0, 0, 2 / 5]))
+        every = tuple(slice(None, None, stride) for stride in _sample.strides_of(a.shape))
+        of_whole = math.sqrt(a.size / a[every].size)
+        # Float32 sums of squares, most of at most 12; the update is a difference, exact as stored.
+        for found, numbers in ((row[0], a[every]), (row[1], (a - b)[every])):
+            np.testing.assert_allclose(found, of_whole * np.linalg.norm(numbers), rtol=1e-5)
+        np.testing.assert_array_equal(row[3:].sum(), a[every].size)
+    np.testing.assert_array_equal(measured[:, 2], np.float32([0, 0, 0, 2 / 5, 0, 1 / 3]))
 
 
 def test_the_norm_of_a_large_variable_is_estimated():
     weights = np.random.default_rng(1).normal(size=(300, 200)).astype("float32")
     variable = keras.Variable(weights)
-    after, gradient = _sample.sample_weights([variable]), _sample.sample([None], [variable])
-    row = _sample.measure_sample(gradient, after - 0.5, after, [variable])[0]
+    after, gradient = _sample.sample_weights([variable], [0]), _sample.sample([], [variable])
+    row = _sample.measure_sample(gradient, after - 0.5, after, [variable], [0])[0]
     # Of n normal numbers, the norm errs by 1 / sqrt(2 n): five standard deviations at n = 2,700.
     norm = np.linalg.norm(weights)
     np.testing.assert_allclose(ops.convert_to_numpy(row)[0], norm, rtol=0.07)

@@ -15,6 +15,11 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
     return jnp.matmul(x, kernel, preferred_element_type="float32")
 
 
+def compiled(function: Callable) -> Callable:
+    """`function` of tensors alone, as one program: JAX would compile each of its operations."""
+    return jax.jit(function)
+
+
 def all_reduce_sum(x: Tensor) -> Tensor:
     """`x` itself: on JAX one program spans the devices, and its sums do too."""
     return x
@@ -34,8 +39,10 @@ def verdict(
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:
-    """`finite`, known only once `sample` is."""
-    return jnp.logical_and(finite, jnp.logical_not(jnp.dot(sample, sample) < 0))
+    """`finite`, known only once `sample` is; by a dot product, as in `verdict`."""
+    flags = jnp.stack([jnp.logical_not(finite), jnp.dot(sample, sample) < 0])
+    flags = flags.astype("float32")
+    return jax.lax.optimization_barrier(jnp.dot(flags, flags)) == 0
 
 
 def note_loss(variable: Variable, nonfinite: Tensor) -> None:

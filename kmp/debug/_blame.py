@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from kmp._reduction import gather
 from kmp._types import Gradient, Variable
 from kmp.debug._replay import Call, Recorder, floats
 from kmp.debug.stats import TensorStats, tensor_stats
@@ -193,8 +194,6 @@ def nonfinite_variables(
     gradients: Sequence[Gradient], variables: Sequence[Variable]
 ) -> list[Variable]:
     """The variables whose gradient is not finite."""
-    pairs = [(v, g) for v, g in zip(variables, gradients, strict=True) if g is not None]
-    if not pairs:
-        return []
-    counts = count_nonfinite([g for _, g in pairs], [math.prod(v.shape) for v, _ in pairs])
-    return [v for (v, _), count in zip(pairs, counts, strict=True) if float(count)]
+    parts = gather(gradients, [math.prod(v.shape) for v in variables])
+    counts = count_nonfinite(parts, len(variables)) if parts else []
+    return [v for v, count in zip(variables, counts, strict=False) if float(count)]
