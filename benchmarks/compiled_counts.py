@@ -123,6 +123,8 @@ def measure(target: str, name: str, policy: str, variant: str, inner: str) -> di
     """Counts of one step, with its temporary memory and its number of parameters."""
     step, parameters = compiled(target, name, policy, variant, inner)
     found = hlo.counts(step.as_text())
+    if target == "tpu":  # as its compiler counts, which knows what stays in vector memory
+        found["bytes"] = int(step.cost_analysis()["bytes accessed"])
     found["temporary"] = step.memory_analysis().temp_size_in_bytes
     return found | {"parameters": parameters}
 

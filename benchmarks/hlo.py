@@ -43,9 +43,13 @@ def counts(text: str) -> dict[str, int]:
         operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
         found["bytes"] += sizes[name] + sum(sizes.get(o, 0) for o in operands)
         library = operation == "custom-call" and ("__cu" in rest or "__triton" in rest)
-        if library or (operation == "fusion" and re.search(r"kind=k(?:Loop|Input|Custom)", rest)):
+        if library or (
+            operation == "fusion" and re.search(r"kind=k(?:Loop|Input|Output|Custom)", rest)
+        ):
             found["kernels"] += 1
-        if operation in ("copy", "copy-start") and sizes[name] > 2**14:
+        # A TPU's copies into its vector memory, S(1), and out of it are how it loads and stores.
+        moves = operation in ("copy", "copy-start") and "S(1)" not in shape
+        if moves and sizes[name] > 2**14:
             found["copies"] += 1
             found["copied_bytes"] += sizes[name]
     found["conditionals"] = len(re.findall(r" conditional\(", text))

@@ -75,8 +75,7 @@ def reduce_parts(
         look: elementwise; columns of the shape of its argument, 0 where that is 0.
         parts: from `gather`.
         number: of variables.
-        together: whether large gradients of one shape go together too. XLA fuses their stack into
-            the reduction on accelerators; on CPUs it would write it to memory.
+        together: whether large gradients of one shape go together too, as a stack.
 
     Returns:
         [number] each, in the dtype of `look`; 0 where there is no gradient.

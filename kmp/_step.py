@@ -146,7 +146,10 @@ class ScaledStep:
         finite = _backend.after(measured.finite, weights)
         return measured._replace(finite=finite, samples=(gradient, weights), order=order)
 
-    def _looked_at(self, parts: list[Part], scale: ScaleState, accelerator: bool) -> Measured:
+    def _looked_at(self, parts: list[Part], scale: ScaleState, device: str) -> Measured:
+        # XLA fuses a stack of large gradients into their reduction on GPUs; elsewhere it writes it.
+        together = device == "gpu"
+
         def true() -> list[Part]:
             # The true gradients as such are never in memory: XLA divides while it updates, and
             # again here. A branch that asked for them would have them written in every step.
@@ -154,26 +157,27 @@ class ScaledStep:
             return [p._replace(values=x) for p, x in zip(parts, values, strict=True)]
 
         def measure() -> Tensor:
-            return health.measure(true(), self._sizes, together=accelerator)
+            return health.measure(true(), self._sizes, together=together)
 
         loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
-        if self.gradient_health is None or not accelerator:
-            nonfinite = health.count_nonfinite(true(), len(self._sizes), together=accelerator)
-        else:
-            levels = measure()
-            nonfinite = levels[:, health.NONFINITE]
         if self.gradient_health is None:
+            nonfinite = health.count_nonfinite(true(), len(self._sizes), together=together)
             finite, loss_finite, _ = _backend.verdict(nonfinite, loss_nonfinite, None)
             return Measured(finite, loss_finite, nonfinite)
+        if device == "cpu":
+            nonfinite = health.count_nonfinite(true(), len(self._sizes))
+        else:  # where a conditional would stall the device
+            levels = measure()
+            nonfinite = levels[:, health.NONFINITE]
         due: Any = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
         finite, loss_finite, due = _backend.verdict(nonfinite, loss_nonfinite, due)
         # An overflow is measured whenever it comes. (Operators, as on torch these are on the host.)
         due = (due[0] | ~finite, due[1])
         previous = ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS]
-        if accelerator:
-            levels = ops.where(due[0], self._of_gradients(levels), previous)
-        else:
+        if device == "cpu":
             levels = _backend.compute_if(due[0], lambda: self._of_gradients(measure()), previous)
+        else:
+            levels = ops.where(due[0], self._of_gradients(levels), previous)
         return Measured(finite, loss_finite, nonfinite, due, levels)
 
     def _sampled_if(self, due: Tensor, sample: Callable[[], Tensor]) -> Tensor:

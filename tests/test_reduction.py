@@ -83,11 +83,12 @@ def test_the_step_of_an_accelerator_is_that_of_a_cpu(mode, monkeypatch):
 
     for details in (False, True):
         expected = train(details)
-        with monkeypatch.context() as patch:
-            patch.setattr(_backend, "by_device", lambda compute, traced: compute(True))
-            found = train(details)
-        for x, y in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(x, y)
+        for device in ("gpu", "tpu"):
+            with monkeypatch.context() as patch:
+                patch.setattr(_backend, "by_device", lambda compute, traced, d=device: compute(d))
+                found = train(details)
+            for x, y in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.only("jax")

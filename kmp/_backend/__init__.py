@@ -42,7 +42,6 @@ if keras.backend.backend() == "tensorflow":
 elif keras.backend.backend() == "jax":
     from kmp._backend.dense_gradients import (
         gradient_rows,
-        gradient_sample,
         gradient_values,
         map_gradient_values,
     )
@@ -57,6 +56,7 @@ elif keras.backend.backend() == "jax":
         device,
         device_memory,
         fused_batch_norm,
+        gradient_sample,
         matmul_float32,
         note_loss,
         platform,

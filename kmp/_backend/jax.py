@@ -49,15 +49,17 @@ def note_loss(variable: Variable, nonfinite: Tensor) -> None:
     """Nothing: on JAX the loss is scaled inside the differentiated function, which is pure."""
 
 
-def by_device(compute: Callable[[bool], Any], traced: Tensor) -> Any:
-    """`compute(True)` where XLA compiles for an accelerator, `compute(False)` on a CPU.
+def by_device(compute: Callable[[str], Any], traced: Tensor) -> Any:
+    """`compute` of "cpu", "gpu" or "tpu", whichever XLA compiles for.
 
     Known when `traced`, of the same computation, is lowered. Outside of `jax.jit` at once: each
     call of a conditional is compiled there.
     """
     if not isinstance(traced, jax.core.Tracer):
-        return compute(platform() != "cpu")
-    return jax.lax.platform_dependent(cpu=lambda: compute(False), default=lambda: compute(True))
+        return compute(platform())
+    return jax.lax.platform_dependent(
+        cpu=lambda: compute("cpu"), tpu=lambda: compute("tpu"), default=lambda: compute("gpu")
+    )
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -75,6 +77,29 @@ def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[
     return tuple(jax.lax.reduce(columns, zeros, combine, axes))
 
 
+def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
+    """The numbers of a gradient at each so many places along each axis.
+
+    Axis by axis on TPUs, for which XLA cannot compile a slice of bfloat16 with two strides. On GPUs
+    that would be a kernel an axis, and one for all variables otherwise.
+    """
+    sampled = [(axis, stride) for axis, stride in enumerate(strides) if stride > 1]
+
+    def at_once(x):
+        return x[tuple(slice(None, None, stride) for stride in strides)]
+
+    def axis_by_axis(x):
+        for axis, stride in sampled:
+            x = jax.lax.optimization_barrier(jax.lax.slice_in_dim(x, 0, None, stride, axis))
+        return x
+
+    if not sampled:
+        return gradient  # without indexing, which takes its time to trace
+    if len(sampled) == 1 or not isinstance(gradient, jax.core.Tracer):
+        return at_once(gradient)
+    return jax.lax.platform_dependent(gradient, tpu=axis_by_axis, default=at_once)
+
+
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
     """`compute()` if `pred`, else `otherwise`; neither writes anything."""
     if not isinstance(pred, jax.core.Tracer):
@@ -84,13 +109,11 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
 
 def select_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
     """As `compute_if`, of what is cheap: on accelerators, which a conditional stalls, a select."""
-    return by_device(
-        lambda accelerator: (
-            jnp.where(pred, compute(), otherwise)
-            if accelerator
-            else compute_if(pred, compute, otherwise)
-        ),
-        pred,
+    if not isinstance(pred, jax.core.Tracer):
+        return compute() if pred else otherwise
+    return jax.lax.platform_dependent(
+        cpu=lambda: jax.lax.cond(pred, compute, lambda: otherwise),
+        default=lambda: jnp.where(pred, compute(), otherwise),
     )
 
 

@@ -124,9 +124,9 @@ def note_loss(variable: Variable, nonfinite: Tensor) -> None:
         variable.assign(tf.maximum(variable.value, tf.cast(nonfinite, "float32")))
 
 
-def by_device(compute: Callable[[bool], Any], traced: Tensor) -> Any:
-    """`compute(True)` where XLA compiles for an accelerator, else `compute(False)`."""
-    return compute(inside_xla() and platform() != "cpu")
+def by_device(compute: Callable[[str], Any], traced: Tensor) -> Any:
+    """`compute` of "gpu" or "tpu" where XLA compiles for one, else of "cpu"."""
+    return compute(platform() if inside_xla() else "cpu")
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -161,14 +161,9 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
 
 def select_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
     """As `compute_if`, of what is cheap: on accelerators, which a conditional stalls, a select."""
-    return by_device(
-        lambda accelerator: (
-            tf.where(pred, compute(), otherwise)
-            if accelerator
-            else compute_if(pred, compute, otherwise)
-        ),
-        pred,
-    )
+    if inside_xla() and platform() != "cpu":
+        return tf.where(pred, compute(), otherwise)
+    return compute_if(pred, compute, otherwise)
 
 
 def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:

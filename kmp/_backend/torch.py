@@ -55,9 +55,9 @@ def note_loss(variable: Variable, nonfinite: Tensor) -> None:
         variable.assign(torch.maximum(variable.value, nonfinite.to(torch.float32)))
 
 
-def by_device(compute: Callable[[bool], Any], traced: Tensor) -> Any:
-    """`compute(False)`: True is for XLA on accelerators."""
-    return compute(False)
+def by_device(compute: Callable[[str], Any], traced: Tensor) -> Any:
+    """`compute("cpu")`: the others are for XLA on accelerators."""
+    return compute("cpu")
 
 
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:

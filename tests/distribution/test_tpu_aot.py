@@ -22,10 +22,10 @@ pytestmark = [
 ]
 
 
-def instructions(directory, optimizer):
+def instructions(directory, optimizer, model="images"):
     """How often each instruction occurs in the optimised step with this optimizer, and the text."""
     hlo = directory / "hlo.txt"
-    run_all([[HERE / "tpu_step.py", optimizer, hlo]], [environment()], directory, TIMEOUT)
+    run_all([[HERE / "tpu_step.py", optimizer, model, hlo]], [environment()], directory, TIMEOUT)
     text = hlo.read_text()
     names = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z][a-z0-9-]*)\(", text, re.MULTILINE)
     return {name: names.count(name) for name in names}, text
@@ -47,6 +47,15 @@ def test_the_step_neither_branches_nor_asks_the_host(tmp_path):
     assert "num_partitions=4" in text
     assert re.search(r"bf16\[\S+ (convolution|fusion)\(", text)  # in half precision,
     assert len(re.findall(r"is-finite\(", text)) >= 1  # and checks its gradients
+
+
+def test_a_watched_step_with_large_variables(tmp_path):
+    """A slice of bfloat16 with two strides does not compile there, and a stack would be written."""
+    counts, text = instructions(tmp_path, "watched", "words")
+    assert counts["conditional"] == 1  # around the table of exponents
+    assert host_transfers(counts, text) == 0
+    assert "[20000,768]" in text
+    assert not re.search(r"\[2,768,768\]", text)
 
 
 def test_keras_still_branches_on_a_tpu(tmp_path):

@@ -1,9 +1,9 @@
 """Compile a training step for four TPU v5e chips, on a machine without one; write its HLO.
 
-    python tpu_step.py OPTIMIZER HLO.txt
+    python tpu_step.py OPTIMIZER MODEL HLO.txt
 
-OPTIMIZER is a key of OPTIMIZERS. XLA's TPU compiler comes with the wheel libtpu and runs ahead of
-time; nothing is executed.
+OPTIMIZER is a key of OPTIMIZERS, MODEL one of MODELS. XLA's TPU compiler comes with the wheel
+libtpu and runs ahead of time; nothing is executed.
 """
 
 import os
@@ -39,28 +39,53 @@ class AsksTheHost(kmp.LossScaleOptimizer):
         return super().scale_loss(loss)
 
 
+def watched():
+    """As `GradientHealth` has it."""
+    optimizer = kmp.scaled("adam")
+    optimizer.measures_details = True
+    return optimizer
+
+
 OPTIMIZERS = {
     "kmp": lambda: kmp.scaled("adam"),
+    "watched": watched,
     "keras": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
     "asks_the_host": lambda: AsksTheHost(keras.optimizers.Adam()),
 }
 
 
-def make_model(optimizer):
+def images():
+    layers = [
+        keras.Input((16, 16, 3)),
+        keras.layers.Conv2D(32, 3, use_bias=False),
+        kmp.layers.Float32BatchNormalization(),
+        keras.layers.ReLU(),
+        keras.layers.GlobalAveragePooling2D(),
+    ]
+    return layers, np.zeros((BATCH, 16, 16, 3), "float32")
+
+
+def words():
+    layers = [
+        keras.Input((8,), dtype="int32"),
+        keras.layers.Embedding(20000, 768),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(768),
+        keras.layers.Dense(768),
+    ]
+    return layers, np.zeros((BATCH, 8), "int32")
+
+
+MODELS = {"images": images, "words": words}
+
+
+def make_model(optimizer, name):
     keras.config.set_dtype_policy("mixed_bfloat16")
-    model = keras.Sequential(
-        [
-            keras.Input((16, 16, 3)),
-            keras.layers.Conv2D(32, 3, use_bias=False),
-            kmp.layers.Float32BatchNormalization(),
-            keras.layers.ReLU(),
-            keras.layers.GlobalAveragePooling2D(),
-            kmp.layers.Float32OutputDense(10),
-        ]
-    )
+    layers, x = MODELS[name]()
+    model = keras.Sequential([*layers, kmp.layers.Float32OutputDense(10)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss=loss, metrics=["accuracy"])
-    x, y = np.zeros((BATCH, 16, 16, 3), "float32"), np.zeros((BATCH,), "int32")
+    y = np.zeros((BATCH,), "int32")
     model._symbolic_build(data_batch=(x, y))  # the metrics' and the optimizer's variables
     return model, (x, y)
 
@@ -89,5 +114,5 @@ def optimised_hlo(model, data):
 
 
 if __name__ == "__main__":
-    model, data = make_model(OPTIMIZERS[sys.argv[1]]())
-    pathlib.Path(sys.argv[2]).write_text(optimised_hlo(model, data))
+    model, data = make_model(OPTIMIZERS[sys.argv[1]](), sys.argv[2])
+    pathlib.Path(sys.argv[3]).write_text(optimised_hlo(model, data))
