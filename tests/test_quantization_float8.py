@@ -17,7 +17,7 @@ def train(policy, scale, jit="auto"):
     keras.utils.set_random_seed(0)
     float8 = keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", policy, 3)
     model = keras.Sequential([keras.Input((4,))])
-    model.add(layers.Dense(8, "relu", dtype=float8))
+    model.add(layers.Dense(3, "relu", dtype=float8))  # a bias as long as a history
     model.add(layers.Dense(2, dtype=float8))
     model.compile(kmp.scaled("adam", scale, learning_rate=0.01), "mse", jit_compile=jit)
     model.optimizer.build(model.trainable_variables)
@@ -57,6 +57,8 @@ def test_scales_are_in_no_measurement(models):
     norms = report.column("l2_norm")
     assert not any(norms[path] for path in replaced)
     assert {path.split("/")[-1] for path in report.update_ratio} == {"kernel", "bias"}
+    unscaled = models[0].optimizer.gradient_report().column("l2_norm")
+    assert list(norms.values()) == list(unscaled.values())  # a power of two changes no bit
     true = [norm for path, norm in norms.items() if path not in replaced]
     assert report.grad_norm == pytest.approx(np.linalg.norm(true), rel=1e-5)
 
