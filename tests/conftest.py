@@ -39,9 +39,21 @@ def pytest_unconfigure():
         shutil.rmtree(cache, ignore_errors=True)
 
 
+# Of statistics, files and texts: the same code runs whatever the backend.
+ABOUT_NO_BACKEND = {
+    "test_dashboard.py",
+    "test_equivalence.py",
+    "test_formats.py",
+    "test_spike_detector.py",
+    "test_summaries.py",
+}
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         marker = item.get_closest_marker("only")
+        if item.path.name in ABOUT_NO_BACKEND and marker is None:
+            marker = pytest.mark.only("tensorflow")
         if marker and BACKEND not in marker.args:
             reason = f"about {', '.join(marker.args)}; this run is on {BACKEND}"
             item.add_marker(pytest.mark.skip(reason=reason))

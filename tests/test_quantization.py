@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import processes
 import pytest
+from conftest import BACKEND
 from keras import layers, ops
 from quantized_models import IMAGES, MODELS, TARGETS, Subclassed, functional
 
@@ -316,6 +317,7 @@ def files(tmp_path_factory):
         model.compile(optimizer(), "mse")
         kmp.to_mixed_precision(model, "mixed_bfloat16")
         kmp.quantize_aware(model, weight_bits=5, freeze_after=3)
+        model.run_eagerly = BACKEND == "tensorflow"  # tracing would take longer
         model.fit(IMAGES, TARGETS, epochs=2, verbose=0)
         kmp.to_mixed_precision(model, "float32")  # where files give what was given, to the bit
         for kind in ("prepared", "int8"):

@@ -1,4 +1,7 @@
-"""Convert, train, save, load and predict one of keras.applications, under both policies."""
+"""Convert, train, save, load and predict one of keras.applications, under both policies.
+
+Training, of which compiling takes the time, is in float16 alone.
+"""
 
 import pathlib
 import sys
@@ -36,11 +39,11 @@ def main(name, directory):
 
         scaled = isinstance(model.optimizer, kmp.LossScaleOptimizer)
         assert scaled == (policy == "mixed_float16")
-        model.optimizer.build(model.trainable_variables)
         if scaled:
+            model.optimizer.build(model.trainable_variables)
             model.optimizer.dynamic_scale.assign(1.0)  # both steps are to count
-        loss = model.fit(images, LABELS, batch_size=4, epochs=2, verbose=0).history["loss"][-1]
-        assert np.isfinite(loss) and int(model.optimizer.iterations) == 2
+            loss = model.fit(images, LABELS, batch_size=4, epochs=2, verbose=0).history["loss"]
+            assert np.isfinite(loss[-1]) and int(model.optimizer.iterations) == 2
         expected = model.predict(images, verbose=0)
         assert expected.dtype == "float32" and np.isfinite(expected).all()
 
@@ -51,7 +54,7 @@ def main(name, directory):
         for mine, theirs in zip(layers_of(model), layers_of(loaded), strict=True):
             assert mine.compute_dtype == theirs.compute_dtype or graph_of(mine) is not None
         assert np.array_equal(expected, loaded.predict(images, verbose=0))
-        print(name, policy, "loss", loss, "kept", report.kept)
+        print(name, policy, "kept", report.kept)
 
 
 if __name__ == "__main__":
