@@ -62,8 +62,14 @@ def quantize(layer: Any) -> None:
 def _drop_observer(layer: Any) -> None:
     layer._tracker.unlock()
     for name in OBSERVER:
-        delattr(layer, name)
+        _delete_weight(layer, name)
     layer._tracker.lock()
+
+
+def _delete_weight(layer: Any, name: str) -> None:
+    """As `delattr`, without the garbage collection of Keras's, which takes 0.2 s for each."""
+    layer._untrack_variable(getattr(layer, name))
+    super(keras.layers.Layer, layer).__delattr__(name)
 
 
 def _quantize(layer: Any, config: keras.quantizers.Int8QuantizationConfig) -> None:
@@ -81,7 +87,7 @@ def _quantize(layer: Any, config: keras.quantizers.Int8QuantizationConfig) -> No
 def _quantize_convolution(layer: Any, config: keras.quantizers.Int8QuantizationConfig) -> None:
     shape = layer._kernel.shape
     kernel, scale = config.weight_quantizer(layer._kernel, to_numpy=True)
-    del layer._kernel
+    _delete_weight(layer, "_kernel")
     layer.quantization_config = config
     layer._kernel = layer.add_weight(name="kernel", shape=shape)
     layer.add_scale()

@@ -1,5 +1,6 @@
 """One backend a process: KERAS_BACKEND=tensorflow|jax|torch pytest."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -57,6 +58,10 @@ def pytest_collection_modifyitems(items):
         if marker and BACKEND not in marker.args:
             reason = f"about {', '.join(marker.args)}; this run is on {BACKEND}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # Keras collects garbage often, and need not look at all that has been imported
 
 
 @pytest.fixture(autouse=True)
