@@ -52,12 +52,13 @@ ABOUT_NO_BACKEND = {
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        marker = item.get_closest_marker("only")
-        if item.path.name in ABOUT_NO_BACKEND and marker is None:
-            marker = pytest.mark.only("tensorflow")
-        if marker and BACKEND not in marker.args:
-            reason = f"about {', '.join(marker.args)}; this run is on {BACKEND}"
-            item.add_marker(pytest.mark.skip(reason=reason))
+        markers = list(item.iter_markers("only"))  # all hold: a function's and its parameter's
+        if item.path.name in ABOUT_NO_BACKEND and not markers:
+            markers = [pytest.mark.only("tensorflow")]
+        for marker in markers:
+            if BACKEND not in marker.args:
+                reason = f"about {', '.join(marker.args)}; this run is on {BACKEND}"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish():
