@@ -141,6 +141,8 @@ def test_details_are_of_the_last_sampled_step(every, last):
         np.testing.assert_array_equal(report.details[:, 3:].sum(axis=1), [6, 3, 3, 1])
         assert set(report.update_ratio) == set(report.paths)
         assert report.degraded_share == dict.fromkeys(report.paths, 0.0)
+    optimizer.sample_gradients(7, and_at=30)  # what comes next; what was measured stays
+    assert ops.convert_to_numpy(optimizer.sampling).tolist() == [7, 30, 12, last]
 
 
 def test_levels_stand_still_between_samples_and_events_do_not(monkeypatch):
