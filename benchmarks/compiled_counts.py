@@ -81,15 +81,19 @@ VARIANTS = {
 DEFAULT_MODELS = ("large_mlp", "large_transformer", "resnet50")
 
 
-def compiled(target: str, name: str, policy: str, variant: str, inner: str):
+def compiled(target: str, name: str, policy: str, variant: str, inner: str, accumulate: int):
     """Compile one train step.
+
+    Args:
+        accumulate: `gradient_accumulation_steps` of the optimizer; 1 for none.
 
     Returns:
         `(compiled, number of parameters)`.
     """
     keras.config.set_dtype_policy(policy)
     model, *data = MODELS[name]()
-    optimizer = VARIANTS[variant](getattr(keras.optimizers, inner)())
+    settings = {"gradient_accumulation_steps": accumulate} if accumulate > 1 else {}
+    optimizer = VARIANTS[variant](getattr(keras.optimizers, inner)(**settings))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, auto_scale_loss=False)
     model._symbolic_build(data_batch=data)  # the metrics' and the optimizer's variables
@@ -119,9 +123,9 @@ def compiled(target: str, name: str, policy: str, variant: str, inner: str):
     return step.compile(), model.count_params()
 
 
-def measure(target: str, name: str, policy: str, variant: str, inner: str) -> dict:
+def measure(target: str, name: str, policy: str, variant: str, inner: str, accumulate: int) -> dict:
     """Counts of one step, with its temporary memory and its number of parameters."""
-    step, parameters = compiled(target, name, policy, variant, inner)
+    step, parameters = compiled(target, name, policy, variant, inner, accumulate)
     found = hlo.counts(step.as_text())
     if target == "tpu":  # as its compiler counts, which knows what stays in vector memory
         found["bytes"] = int(step.cost_analysis()["bytes accessed"])
@@ -157,34 +161,38 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, nargs="*", default=list(DEFAULT_MODELS))
     parser.add_argument("--policy", default="mixed_bfloat16")
     parser.add_argument("--optimizer", default="Adam", help="a Keras optimizer's class")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of an update")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    chosen = (arguments.target, arguments.policy, arguments.optimizer)
+    target, policy, inner = arguments.target, arguments.policy, arguments.optimizer
+    accumulate = arguments.accumulate
     if arguments.variant:
         (name,) = arguments.model
-        target, policy, inner = chosen
-        print(json.dumps(measure(target, name, policy, arguments.variant, inner)))
+        print(json.dumps(measure(target, name, policy, arguments.variant, inner, accumulate)))
         return
     results: dict[str, dict] = {}
     for name in arguments.model:
         results[name] = {}
         for variant in VARIANTS:  # a process each: the compilers keep what they have allocated
             print(f"{name}: {variant}", file=sys.stderr)
-            target, policy, inner = chosen
             command = [sys.executable, __file__, "--target", target, "--model", name]
             command += ["--policy", policy, "--optimizer", inner, "--variant", variant]
+            command += ["--accumulate", str(accumulate)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             results[name][variant] = json.loads(done.stdout.splitlines()[-1])
     versions = {name: metadata.version(name) for name in ("keras", "jax", "jaxlib")}
     if arguments.json:
-        print(json.dumps({"target": chosen, "versions": versions, "results": results}))
+        chosen = vars(arguments)
+        print(json.dumps({"arguments": chosen, "versions": versions, "results": results}))
         return
-    device = {"h100": "NVIDIA H100", "tpu": "TPU v5e, 4 chips"}[arguments.target]
+    device = {"h100": "NVIDIA H100", "tpu": "TPU v5e, 4 chips"}[target]
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     for name, rows in results.items():
         millions = rows["plain"]["parameters"] / 1e6
-        title = f"{name}, {millions:.1f} million parameters, {arguments.optimizer}, {chosen[1]}"
+        title = f"{name}, {millions:.1f} million parameters, {inner}, {policy}"
+        if accumulate > 1:
+            title += f", {accumulate} micro-batches"
         print("\n" + table(f"{title}: {device}, not run", rows))
 
 
