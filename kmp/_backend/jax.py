@@ -20,11 +20,6 @@ def compiled(function: Callable) -> Callable:
     return jax.jit(function)
 
 
-def all_reduce_sum(x: Tensor) -> Tensor:
-    """`x` itself: on JAX one program spans the devices, and its sums do too."""
-    return x
-
-
 def verdict(
     nonfinite: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -152,11 +147,6 @@ def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variabl
         update()
 
 
-def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> bool:
-    """False: on JAX one program spans the devices, and its gradients are the reduced ones."""
-    return False
-
-
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:
     """The present values of variables of `model`, without writing all of its state back.
 
@@ -263,15 +253,3 @@ def custom_gradient(
     function = jax.custom_vjp(lambda *inputs: run(*inputs)[0])
     function.defvjp(run, lambda kept, gradients: tuple(backward(*kept, gradients)))
     return function(*inputs)
-
-
-def fused_batch_norm(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    axis: int,
-    epsilon: float,
-    otherwise: Callable[[], Sequence[Tensor]],
-) -> Sequence[Tensor]:
-    """`otherwise()`: XLA has no kernel of its own for it."""
-    return otherwise()

@@ -9,7 +9,7 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 
-from kmp._backend.reductions import reduce_apart
+from kmp._backend import plain
 from kmp._backend.tensorflow_distribute import keep_old_values
 from kmp._backend.tensorflow_masked import masked_assignments
 from kmp._types import Device, DeviceMemory, Gradient, Tensor, Variable
@@ -40,11 +40,6 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
     )
     product.set_shape((x.shape[0], kernel.shape[1]))
     return product
-
-
-def compiled(function: Callable) -> Callable:
-    """`function` itself: its operations are there already."""
-    return function
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
@@ -136,7 +131,7 @@ def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[
     one column XLA's CPU compiler splits into two, and writes the column for the first of them.
     """
     if not inside_xla():
-        return reduce_apart(columns, axes)
+        return plain.reduce_columns(columns, axes)
 
     @tf.function
     def combine(*both):
@@ -189,11 +184,6 @@ def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variabl
     before = [tf.identity(v.value) for v in variables]
     update()
     keep_old_values(finite, variables, before)
-
-
-def read(model: Any, variables: list[Variable]) -> list[Tensor]:
-    """The present values of variables of `model`, its optimizer or its metrics."""
-    return [v.value for v in variables]
 
 
 def restore_after_skip(

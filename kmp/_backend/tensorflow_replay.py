@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context  # no public way to the state of the random seeds
 
-from kmp._types import Gradient, Tensor, Tree, Variable
+from kmp._types import Gradient, Tensor, Variable
 
 
 def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
@@ -45,13 +45,3 @@ def random_state() -> Callable[[], None]:
         return lambda: None
     state = generator.getstate()
     return lambda: generator.setstate(state)
-
-
-def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]) -> int | None:
-    """None: this backend has no compiler that says."""
-    return None
-
-
-def compiled_step_bytes(model: Any, x: Tree, y: Tree) -> int | None:
-    """None: this backend has no compiler that says."""
-    return None

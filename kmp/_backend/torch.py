@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from keras import ops
 
-from kmp._types import Device, DeviceMemory, Gradient, Tensor, Variable
+from kmp._types import Device, DeviceMemory, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
@@ -17,16 +17,6 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, kernel, out_dtype=torch.float32)
     return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
-
-
-def compiled(function: Callable) -> Callable:
-    """`function` itself: its operations are there already."""
-    return function
-
-
-def all_reduce_sum(x: Tensor) -> Tensor:
-    """`x` itself: Keras refuses synchronized statistics on torch."""
-    return x
 
 
 def verdict(
@@ -42,11 +32,6 @@ def verdict(
         torch.distributed.all_reduce(totals, op=torch.distributed.ReduceOp.SUM)
     flags = torch.cat([totals == 0] if due is None else [totals == 0, due]).cpu()
     return flags[0], flags[1], None if due is None else flags[2:]
-
-
-def after(finite: Tensor, sample: Tensor) -> Tensor:
-    """`finite`: on torch things happen in the order of the calls."""
-    return finite
 
 
 def note_loss(variable: Variable, nonfinite: Tensor) -> None:
@@ -72,16 +57,6 @@ def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variabl
     """Run `update` if `finite`, which `verdict` has brought to the host."""
     if bool(finite):
         update()
-
-
-def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> bool:
-    """False: DistributedDataParallel hands every process the same reduced gradients."""
-    return False
-
-
-def read(model: Any, variables: list[Variable]) -> list[Tensor]:
-    """The present values of variables of `model`, its optimizer or its metrics."""
-    return [v.value for v in variables]
 
 
 def restore_after_skip(
@@ -152,15 +127,3 @@ def custom_gradient(
         inputs: tensors, kept for the backward pass.
     """
     return _CustomGradient.apply(forward, backward, *inputs)
-
-
-def fused_batch_norm(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    axis: int,
-    epsilon: float,
-    otherwise: Callable[[], Sequence[Tensor]],
-) -> Sequence[Tensor]:
-    """`otherwise()`: only TensorFlow runs one outside XLA that reads half precision alone."""
-    return otherwise()

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kmp._types import Gradient, Tensor, Tree, Variable
+from kmp._types import Gradient, Tensor, Variable
 
 
 def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
@@ -42,13 +42,3 @@ def random_state() -> Callable[[], None]:
             torch.cuda.set_rng_state_all(devices)
 
     return restore
-
-
-def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]) -> int | None:
-    """None: this backend has no compiler that says."""
-    return None
-
-
-def compiled_step_bytes(model: Any, x: Tree, y: Tree) -> int | None:
-    """None: this backend has no compiler that says."""
-    return None

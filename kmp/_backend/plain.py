@@ -1,0 +1,82 @@
+"""What most backends have in common; each backend's own files replace what differs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras import ops
+
+from kmp._types import Gradient, Tensor, Tree, Variable
+
+
+def compiled(function: Callable) -> Callable:
+    """`function` itself: its operations are there already."""
+    return function
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """`x` itself: on JAX one program spans the devices; on torch Keras refuses such statistics."""
+    return x
+
+
+def after(finite: Tensor, sample: Tensor) -> Tensor:
+    """`finite`: things happen in the order of the calls."""
+    return finite
+
+
+def gradient_values(gradient: Gradient) -> Tensor:
+    """The numbers of a gradient, which is dense."""
+    return gradient
+
+
+gradient_rows = gradient_values
+
+
+def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
+    """The numbers of a gradient at each so many places along each axis."""
+    if set(strides) <= {1}:
+        return gradient  # without indexing, which takes its time to trace
+    return gradient[tuple(slice(None, None, stride) for stride in strides)]
+
+
+def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient) -> Gradient:
+    """Apply an elementwise function to the numbers of a gradient."""
+    return function(gradient)
+
+
+def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The maximum of the second column and the sums of the others, one after another."""
+    return tuple(
+        ops.max(x, axes, initial=0) if i == 1 else ops.sum(x, axes) for i, x in enumerate(columns)
+    )
+
+
+def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> bool:
+    """False: the gradients are the reduced ones, on JAX and under DistributedDataParallel."""
+    return False
+
+
+def read(model: Any, variables: list[Variable]) -> list[Tensor]:
+    """The present values of variables of `model`, its optimizer or its metrics."""
+    return [v.value for v in variables]
+
+
+def fused_batch_norm(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    axis: int,
+    epsilon: float,
+    otherwise: Callable[[], Sequence[Tensor]],
+) -> Sequence[Tensor]:
+    """`otherwise()`: only TensorFlow has a kernel outside XLA that reads half precision alone."""
+    return otherwise()
+
+
+def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]) -> int | None:
+    """None: this backend has no compiler that says."""
+    return None
+
+
+def compiled_step_bytes(model: Any, x: Tree, y: Tree) -> int | None:
+    """None: this backend has no compiler that says."""
+    return None
