@@ -35,6 +35,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import MODELS
 
 import kmp
+from kmp._backend import jax as side
 
 # What XLA's compiler needs to know of the device; NVIDIA's public figures.
 H100 = """
@@ -90,6 +91,7 @@ def compiled(target: str, name: str, policy: str, variant: str, inner: str, accu
     Returns:
         `(compiled, number of parameters)`.
     """
+    side.platform = lambda: "tpu" if target == "tpu" else "gpu"  # what XLA will compile for
     keras.config.set_dtype_policy(policy)
     model, *data = MODELS[name]()
     settings = {"gradient_accumulation_steps": accumulate} if accumulate > 1 else {}

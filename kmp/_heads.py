@@ -103,21 +103,15 @@ def _recorded_calls(model: keras.Layer) -> tuple[list[Any], list[Any]] | None:
 
 def _walk_calls(calls: list[Any], returned: Iterable[Any]) -> list[keras.Layer]:
     found: dict[int, Any] = {}
-    before = len(calls)  # raw operations hide who made a tensor: then the latest call did
 
-    def makers(tensor, before):
-        made = [i for i, (*_, outputs) in enumerate(calls[:before]) if _holds(outputs, tensor)]
-        return (
-            made[-1:]
-            or [
-                i
-                for i, (layer, *_) in enumerate(calls[:before])
-                if _is_leaf(layer) and layer.weights
-            ][-1:]
-        )
+    def maker(tensor, before):
+        earlier = list(enumerate(calls[:before]))
+        made = [i for i, (*_, outputs) in earlier if any(x is tensor for x in outputs)]
+        # Raw operations hide who made a tensor: then the latest call did.
+        return (made or [i for i, (x, *_) in earlier if _is_leaf(x) and x.weights])[-1:]
 
     def walk(tensor, before):
-        for i in makers(tensor, before):
+        for i in maker(tensor, before):
             layer, inputs, _ = calls[i]
             if id(layer) in found:
                 continue
@@ -131,12 +125,8 @@ def _walk_calls(calls: list[Any], returned: Iterable[Any]) -> list[keras.Layer]:
                         walk(each, i)
 
     for tensor in returned:
-        walk(tensor, before)
+        walk(tensor, len(calls))
     return list(found.values())
-
-
-def _holds(tensors: Iterable[Any], tensor: Any) -> bool:
-    return any(each is tensor for each in tensors)
 
 
 def _is_leaf(layer: keras.Layer) -> bool:

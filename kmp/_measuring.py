@@ -28,14 +28,14 @@ class MeasuresGradients:
     measures_details = False
 
     def _build_measurements(self, rows: int) -> None:
-        self.loss_nonfinite = self._add_levels("loss_nonfinite", ())
+        self.loss_nonfinite = self._add("loss_nonfinite")
         if not self.measure_gradients:
             return
-        self.gradient_health = self._add_levels("gradient_health", (rows, len(health.COLUMNS)))
-        self.gradient_details = self._add_levels(
+        self.gradient_health = self._add("gradient_health", (rows, len(health.COLUMNS)))
+        self.gradient_details = self._add(
             "gradient_details", (rows, len(_sample.COLUMNS) + _sample.BINS)
         )
-        self.overflow_events = self._add_levels(
+        self.overflow_events = self._add(
             "overflow_events", (health.NUM_EVENTS, len(health.EVENT_COLUMNS))
         )
         self.sampling = self._add("sampling", (4,), "int32")
@@ -49,13 +49,7 @@ class MeasuresGradients:
                 "measure_gradients=False out."
             )
 
-    def _add_counter(self, name: str) -> Variable:
-        return self._add(name, (), "int32")
-
-    def _add_levels(self, name: str, shape: tuple[int, ...]) -> Variable:
-        return self._add(name, shape, "float32")
-
-    def _add(self, name: str, shape: tuple[int, ...], dtype: str) -> Variable:
+    def _add(self, name: str, shape: tuple[int, ...] = (), dtype: str = "float32") -> Variable:
         return self.add_variable(
             shape=shape, dtype=dtype, initializer=_zeros, aggregation="none", name=name
         )
@@ -101,4 +95,4 @@ class MeasuresGradients:
         ('weight',)
         """
         self._require_measurements("gradient_report")
-        return read_report(self, lambda variables: [v.value for v in variables])
+        return read_report(self)

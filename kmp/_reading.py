@@ -1,6 +1,6 @@
 """Bringing the measurements to the host: everything at once, in one transfer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -8,19 +8,12 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._types import Tensor, Variable
+from kmp._types import Tensor
 from kmp.report import GradientReport, read_events
 
 
-def read_report(
-    optimizer: Any, values_of: Callable[[Sequence[Variable]], Sequence[Tensor]]
-) -> GradientReport:
-    """Read what `optimizer` has counted and measured.
-
-    Args:
-        optimizer: `kmp.LossScaleOptimizer`, built, that measures.
-        values_of: gives the present values of its variables.
-    """
+def read_report(optimizer: Any, model: Any = None) -> GradientReport:
+    """Read what `optimizer`, built and measuring, has counted; inside `fit` that of `model`."""
     variables = [
         optimizer.dynamic_scale,
         optimizer.steps,
@@ -31,9 +24,8 @@ def read_report(
         optimizer.overflow_events,
         optimizer.gradient_details,
     ]
-    scale, step, skipped, in_a_row, sampling, matrix, events, details = transfer(
-        values_of(variables)
-    )
+    values = transfer(_backend.read(model, variables))
+    scale, step, skipped, in_a_row, sampling, matrix, events, details = values
     measured_step, details_step = sampling.tolist()[2:]
     paths = optimizer.variable_paths
     return GradientReport(

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from kmp import _backend, _sample, health
+from kmp._forwarding import ForwardsToInner
+from kmp._measuring import MeasuresGradients
 from kmp._reduction import Part, gather
 from kmp._types import Gradient, Tensor, Variable
-from kmp._window import DroppedWindow
-from kmp.scaling import LossScale, ScaleState
-from kmp.trees import map_gradients, max_abs
+from kmp.scaling import ScaleState
+from kmp.trees import map_gradients
 
 
 class Measured(NamedTuple):
@@ -51,31 +52,12 @@ class Kind(NamedTuple):
     overwrites: bool
 
 
-class ScaledStep:
+class ScaledStep(MeasuresGradients, ForwardsToInner):
     """Mixin: unscale, measure, decide, update, record. The optimizer brings the variables.
 
     The parts are methods of their own because distribution runs them in different places: each
     replica unscales, all of them decide once, each replica updates.
     """
-
-    inner_optimizer: Any
-    loss_scale: LossScale
-    dynamic_scale: Variable
-    step_counter: Variable
-    skipped_steps: Variable
-    consecutive_skips: Variable
-    gradient_health: Any
-    gradient_details: Variable
-    overflow_events: Variable
-    sampling: Variable
-    loss_nonfinite: Variable
-    measures_details: bool
-    _iterations: Variable
-    _sizes: tuple[int, ...]
-    _window: DroppedWindow | None
-    _trainable_variables: list[Variable]
-    _get_variable_index: Any
-    _overwrite_variable_with_gradient: Any
 
     @property
     def scale_state(self) -> ScaleState:
@@ -89,7 +71,7 @@ class ScaledStep:
     def step(self, grads: list[Gradient], variables: list[Variable]) -> None:
         """Run one step on gradients that are the same wherever this code runs."""
         true = self.unscaled(grads, variables)
-        measured = self.measured(grads, true, variables)
+        measured = self.measured(grads, variables)
 
         def update() -> None:
             self.inner_optimizer.apply(true, variables)
@@ -122,19 +104,11 @@ class ScaledStep:
 
         return list(map(true, grads, self.loss_scale.unscale(grads, state), kinds))
 
-    def measured(
-        self, grads: list[Gradient], true: list[Gradient], variables: list[Variable]
-    ) -> Measured:
-        """Look at gradients, before and after `unscaled`: are they finite, and how large."""
+    def measured(self, grads: list[Gradient], variables: list[Variable]) -> Measured:
+        """Look at the true gradients of scaled ones: are they finite, and how large."""
         watched = self._trainable_variables
         parts = gather(self._rows(grads, variables), self._sizes, [self._kind(v) for v in watched])
-        largest = None
-        if getattr(self.loss_scale, "reads_max_abs", False):
-            raw = map(self._overwrite_variable_with_gradient, variables)
-            largest = max_abs([g for g, other in zip(true, raw, strict=True) if not other])
-        look = functools.partial(self._looked_at, parts, self.scale_state)
-        measured = _backend.by_device(look, ops.convert_to_tensor(self.loss_nonfinite))
-        measured = measured._replace(max_abs=largest)
+        measured = self._looked_at(parts)
         if not (self.measures_details and measured.due):
             return measured
         # What is sampled keeps its order on every device.
@@ -146,7 +120,8 @@ class ScaledStep:
         finite = _backend.after(measured.finite, weights)
         return measured._replace(finite=finite, samples=(gradient, weights), order=order)
 
-    def _looked_at(self, parts: list[Part], scale: ScaleState, device: str) -> Measured:
+    def _looked_at(self, parts: list[Part]) -> Measured:
+        scale, device = self.scale_state, _backend.compiled_for()
         # XLA fuses a stack of large gradients into their reduction on GPUs; elsewhere it writes it.
         together = device == "gpu"
 
@@ -159,30 +134,36 @@ class ScaledStep:
         def measure() -> Tensor:
             return health.measure(true(), self._sizes, together=together)
 
-        loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
-        if self.gradient_health is None:
-            nonfinite = health.count_nonfinite(true(), len(self._sizes), together=together)
-            finite, loss_finite, _ = _backend.verdict(nonfinite, loss_nonfinite, None)
-            return Measured(finite, loss_finite, nonfinite)
-        if device == "cpu":
-            nonfinite = health.count_nonfinite(true(), len(self._sizes))
-        else:  # where a conditional would stall the device
+        measures, due, levels, largest = self.gradient_health is not None, None, None, None
+        reads = getattr(self.loss_scale, "reads_max_abs", False)
+        if reads or (measures and device != "cpu"):  # where a conditional would stall the device
             levels = measure()
             nonfinite = levels[:, health.NONFINITE]
-        due: Any = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
+            levels = self._of_gradients(levels)
+            largest = ops.max(levels[:, health.MAX_ABS], initial=0) if reads else None
+        else:
+            nonfinite = health.count_nonfinite(true(), len(self._sizes), together=together)
+        if measures:
+            due = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
+        loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
         finite, loss_finite, due = _backend.verdict(nonfinite, loss_nonfinite, due)
+        if due is None:
+            return Measured(finite, loss_finite, nonfinite, max_abs=largest)
         # An overflow is measured whenever it comes. (Operators, as on torch these are on the host.)
         due = (due[0] | ~finite, due[1])
         previous = ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS]
-        if device == "cpu":
+        if levels is None:
             levels = _backend.compute_if(due[0], lambda: self._of_gradients(measure()), previous)
         else:
-            levels = ops.where(due[0], self._of_gradients(levels), previous)
-        return Measured(finite, loss_finite, nonfinite, due, levels)
+            levels = ops.where(due[0], levels, previous)
+        return Measured(finite, loss_finite, nonfinite, due, levels, max_abs=largest)
 
     def _sampled_if(self, due: Tensor, sample: Callable[[], Tensor]) -> Tensor:
         size = sum(_sample.sample_size(v.shape) for v in self._trainable_variables)
-        return _backend.select_if(due, sample, ops.zeros((size,), "float32"))
+        zeros = ops.zeros((size,), "float32")
+        if _backend.compiled_for() == "cpu":
+            return _backend.compute_if(due, sample, zeros)
+        return ops.where(due, sample(), zeros)  # cheap; a conditional would stall the device
 
     def _of_gradients(self, measured: Tensor) -> Tensor:
         """Zeros in the rows of float8's scales: what replaces those is no gradient."""

@@ -23,14 +23,8 @@ class DroppedWindow:
     def __init__(self, optimizer: Any):
         self.inner = optimizer.inner_optimizer
         self.length = int(self.inner.gradient_accumulation_steps)
-
-        def counter(name):
-            return optimizer.add_variable(
-                shape=(), dtype="int32", initializer="zeros", aggregation="none", name=name
-            )
-
-        self.position = counter("window_position")
-        self.dropped = counter("window_dropped")
+        self.position = optimizer._add("window_position", dtype="int32")
+        self.dropped = optimizer._add("window_dropped", dtype="int32")
 
     def admits(self) -> Tensor:
         """bool[]: whether no micro-batch of this window has overflowed so far."""

@@ -19,18 +19,10 @@ from kmp._types import Variable
 from kmp.scaling import DynamicLossScale
 
 _INNER_SIZES = "inner_sizes"
-# Measuring, or dropping whole windows, may have been switched on since.
-_OPTIONAL = {
-    "gradient_health",
-    "gradient_details",
-    "overflow_events",
-    "sampling",
-    "loss_nonfinite",
-    "window_position",
-    "window_dropped",
-}
 # Keras's class numbers its variables: these, then the inner optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
+# The others are of measuring, or dropping whole windows: that may have been switched on since.
+_REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
 _GRAD_SCALER_KEYS = (
     "scale",
     "growth_factor",
@@ -63,7 +55,7 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
     inner = optimizer.inner_optimizer.variables
     if "dynamic_scale" in keys:
         values = [(v, store[name]) for name, v in own.items() if name in keys]
-        missing = set(own) - keys - _OPTIONAL
+        missing = _REQUIRED - keys
         if missing:
             raise ValueError(
                 f"The stored optimizer state is incomplete: {sorted(missing)} missing."

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 
 from kmp._heads import graph_of, output_layers, symbolic_outputs
-from kmp._model import forget_functions, is_preprocessing, layers_of, path_of
+from kmp._model import check_built, forget_functions, is_preprocessing, layers_of, path_of
 from kmp._remember import give_policy, remember_policies
 from kmp.dtypes import half_dtype
 from kmp.optimizer import LossScaleOptimizer
@@ -144,7 +144,11 @@ def to_mixed_precision(
     olds = {id(layer): old for layer, old in before}
     rows = [
         LayerConversion(
-            path_of(layer), type(layer).__name__, _word(olds[id(layer)]), _word(new), why
+            path_of(layer),
+            type(layer).__name__,
+            policy_word(olds[id(layer)]),
+            policy_word(new),
+            why,
         )
         for layer, new, why in plan
     ]
@@ -152,17 +156,7 @@ def to_mixed_precision(
 
 
 def _check(model: Any, policy: Policy) -> None:
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "`model` must be a keras.Model. Received: "
-            f"{model!r} (of type {type(model).__name__}). Give a layer alone its policy with "
-            "layer.dtype_policy = kmp.Policy(...)."
-        )
-    if not model.built:
-        raise ValueError(
-            f"`model` must be built, so that its layers are there. Received: {model.name!r}, which "
-            "is not. Call it on a batch, or model.build(input_shape), first."
-        )
+    check_built(model)
     quantized = [path_of(x) for x in layers_of(model) if x.quantization_mode is not None]
     if quantized:
         raise ValueError(
@@ -240,7 +234,8 @@ def _plan(
     return list(plan.values())
 
 
-def _word(policy: keras.DTypePolicy) -> str:
+def policy_word(policy: keras.DTypePolicy) -> str:
+    """What a report calls a policy."""
     return str(policy) if isinstance(policy, Policy) else policy.name
 
 

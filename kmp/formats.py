@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 
+from kmp import _printing
+
 _NAMES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -118,15 +120,7 @@ def table() -> str:
     """The formats as a text table, one a line; what `python -m kmp formats` prints."""
     columns = [field.name for field in dataclasses.fields(Format)]
     rows = [columns] + [[_cell(getattr(f, c)) for c in columns] for f in formats.values()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(lines)
+    return _printing.table(rows)
 
 
 def _cell(value: object) -> str:

@@ -18,8 +18,6 @@ from kmp._construction import (
     refuse_float16_on_tpu,
     warn_of_unscaled_float16,
 )
-from kmp._forwarding import ForwardsToInner
-from kmp._measuring import MeasuresGradients
 from kmp._step import ScaledStep
 from kmp._types import Gradient, Tensor, Variable
 from kmp._window import ON_OVERFLOW, DroppedWindow
@@ -62,9 +60,7 @@ def scaled(
 
 
 @keras.saving.register_keras_serializable(package="kmp")
-class LossScaleOptimizer(
-    ScaledStep, MeasuresGradients, ForwardsToInner, keras.optimizers.LossScaleOptimizer
-):
+class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
     """Scales the loss, checks the gradients, and lets a step happen wholly or not at all.
 
     In each step:
@@ -155,8 +151,8 @@ class LossScaleOptimizer(
             super().build(var_list)
         self.variable_paths = tuple(getattr(v, "path", v.name) for v in var_list)
         self._sizes = tuple(math.prod(v.shape) for v in var_list)
-        self.skipped_steps = self._add_counter("skipped_steps")
-        self.consecutive_skips = self._add_counter("consecutive_skips")
+        self.skipped_steps = self._add("skipped_steps", dtype="int32")
+        self.consecutive_skips = self._add("consecutive_skips", dtype="int32")
         self._window = None
         if self.on_overflow == "drop_window" and self.inner_optimizer.gradient_accumulation_steps:
             self._window = DroppedWindow(self)

@@ -9,9 +9,8 @@ from kmp._model import check_built, forget_functions, layers_of, path_of
 from kmp._quantizable import not_told_to_train, plan_for
 from kmp._quantized import PREPARED, is_unseen, prepare, quantize, undo
 from kmp._remember import remember_policies
-from kmp.convert import ConversionReport, LayerConversion, to_mixed_precision
+from kmp.convert import ConversionReport, LayerConversion, policy_word, to_mixed_precision
 from kmp.layers._fake_quantization import FakeQuantized, FakeQuantizedDense
-from kmp.policy import Policy
 
 
 def quantize_aware(
@@ -222,8 +221,7 @@ def _prepared(model: Any) -> list[Any]:
 
 
 def _word(layer: Any) -> str:
-    policy = str(layer.dtype_policy) if isinstance(layer.dtype_policy, Policy) else ""
-    word = policy or layer.dtype_policy.name
+    word = policy_word(layer.dtype_policy)
     if isinstance(layer, FakeQuantized):
         word += f", {layer.weight_bits}-bit kernel, {layer.activation_bits}-bit inputs"
     return word

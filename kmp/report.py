@@ -6,6 +6,7 @@ import math
 import numpy as np
 
 from kmp import _sample
+from kmp._printing import table
 from kmp.health import COLUMNS, L2_NORM, MAX_ABS, OVERFLOW_STEPS
 
 _FLOAT16_MAX = 65504.0
@@ -174,19 +175,16 @@ class GradientReport:
         return [self.paths[i] for i in order[:n]]
 
     def __str__(self) -> str:
-        width = max([len(p) for p in self.paths] + [8])
+        rows = [["variable", "l2 norm", "max abs", "zeros", "non-finite", "overflows"]]
+        for path, (norm, peak, zeros, bad, overflows) in zip(self.paths, self.matrix, strict=True):
+            numbers = [f"{norm:.3g}", f"{peak:.3g}", f"{zeros:.1%}", f"{bad:.0f}"]
+            rows.append([path, *numbers, f"{overflows:.0f}"])
         lines = [
             f"Gradient health after step {self.step}: loss scale {self.loss_scale:g}, "
             f"{self.skipped_steps} skipped ({self.consecutive_skips} in a row now), "
             f"gradient norm {self.grad_norm:.3g}, headroom {self.headroom_bits:.1f} bits",
-            f"{'variable':<{width}}  {'l2 norm':>9}  {'max abs':>9}  {'zeros':>6}  "
-            f"{'non-finite':>10}  {'overflows':>9}",
+            table(rows),
         ]
-        for path, (norm, peak, zeros, bad, overflows) in zip(self.paths, self.matrix, strict=True):
-            lines.append(
-                f"{path:<{width}}  {norm:>9.3g}  {peak:>9.3g}  {zeros:>6.1%}  "
-                f"{bad:>10.0f}  {overflows:>9.0f}"
-            )
         if self.overflowed:
             lines.append(f"Look first at: {', '.join(self.worst())}")
         return "\n".join(lines)

@@ -23,8 +23,8 @@ BACKENDS = ("tensorflow", "jax", "torch")
 
 # From the ground up; a part may import what stands on a lower line. A folder is one part.
 LEVELS = [
-    ["_types", "_version", "_scope"],
-    ["_arguments", "_architectures", "_backend", "_model", "_printing", "equivalence", "formats"],
+    ["_types", "_version", "_scope", "_printing"],
+    ["_arguments", "_architectures", "_backend", "_model", "equivalence", "formats"],
     ["_tasks", "_costs", "_random_states"],
     ["trees", "dtypes", "_reduction"],
     ["scaling", "health", "_sample", "policy"],
@@ -32,8 +32,8 @@ LEVELS = [
     ["_reading"],
     ["_heads", "autocasting", "layers", "checkpoint", "_construction", "_forwarding", "_window"],
     ["_quantized"],
-    ["_remember", "_hazards", "_quantizable"],
-    ["_step", "_measuring"],
+    ["_remember", "_hazards", "_quantizable", "_measuring"],
+    ["_step"],
     ["optimizer"],
     ["summaries", "convert", "audit", "doctor", "debug", "verdict"],
     ["dashboard", "_building", "quantization"],

@@ -85,7 +85,7 @@ def test_the_step_of_an_accelerator_is_that_of_a_cpu(mode, monkeypatch):
         expected = train(details)
         for device in ("gpu", "tpu"):
             with monkeypatch.context() as patch:
-                patch.setattr(_backend, "by_device", lambda compute, traced, d=device: compute(d))
+                patch.setattr(_backend, "compiled_for", lambda d=device: d)
                 found = train(details)
             for x, y in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(x, y)

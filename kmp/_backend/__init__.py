@@ -11,6 +11,7 @@ from kmp._backend.plain import (
     all_reduce_sum,
     compiled,
     compiled_bytes,
+    compiled_for,
     compiled_step_bytes,
     fused_batch_norm,
     gradient_rows,
@@ -27,7 +28,7 @@ if keras.backend.backend() == "tensorflow":
         after,
         all_reduce_sum,
         apply_if,
-        by_device,
+        compiled_for,
         compute_if,
         device,
         device_memory,
@@ -40,7 +41,6 @@ if keras.backend.backend() == "tensorflow":
         platform,
         reduce_columns,
         restore_after_skip,
-        select_if,
         verdict,
     )
     from kmp._backend.tensorflow_distribute import step_on_replicas
@@ -50,8 +50,8 @@ elif keras.backend.backend() == "jax":
     from kmp._backend.jax import (
         after,
         apply_if,
-        by_device,
         compiled,
+        compiled_for,
         compute_if,
         custom_gradient,
         device,
@@ -63,7 +63,6 @@ elif keras.backend.backend() == "jax":
         read,
         reduce_columns,
         restore_after_skip,
-        select_if,
         verdict,
     )
     from kmp._backend.jax_replay import (
@@ -77,7 +76,6 @@ elif keras.backend.backend() == "jax":
 elif keras.backend.backend() == "torch":
     from kmp._backend.torch import (
         apply_if,
-        by_device,
         compute_if,
         custom_gradient,
         device,
@@ -86,7 +84,6 @@ elif keras.backend.backend() == "torch":
         note_loss,
         platform,
         restore_after_skip,
-        select_if,
         verdict,
     )
     from kmp._backend.torch_replay import gradients, is_concrete, random_state, watch_gradient

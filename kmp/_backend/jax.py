@@ -7,6 +7,7 @@ import jax
 import keras
 from jax import numpy as jnp
 
+from kmp._backend import plain
 from kmp._types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
@@ -44,19 +45,6 @@ def note_loss(variable: Variable, nonfinite: Tensor) -> None:
     """Nothing: on JAX the loss is scaled inside the differentiated function, which is pure."""
 
 
-def by_device(compute: Callable[[str], Any], traced: Tensor) -> Any:
-    """`compute` of "cpu", "gpu" or "tpu", whichever XLA compiles for.
-
-    Known when `traced`, of the same computation, is lowered. Outside of `jax.jit` at once: each
-    call of a conditional is compiled there.
-    """
-    if not isinstance(traced, jax.core.Tracer):
-        return compute(platform())
-    return jax.lax.platform_dependent(
-        cpu=lambda: compute("cpu"), tpu=lambda: compute("tpu"), default=lambda: compute("gpu")
-    )
-
-
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """The maximum of the second column and the sums of the others, in one reduction of all.
 
@@ -78,21 +66,13 @@ def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
     Axis by axis on TPUs, for which XLA cannot compile a slice of bfloat16 with two strides. On GPUs
     that would be a kernel an axis, and one for all variables otherwise.
     """
-    sampled = [(axis, stride) for axis, stride in enumerate(strides) if stride > 1]
-
-    def at_once(x):
-        return x[tuple(slice(None, None, stride) for stride in strides)]
-
-    def axis_by_axis(x):
-        for axis, stride in sampled:
-            x = jax.lax.optimization_barrier(jax.lax.slice_in_dim(x, 0, None, stride, axis))
-        return x
-
-    if not sampled:
-        return gradient  # without indexing, which takes its time to trace
-    if len(sampled) == 1 or not isinstance(gradient, jax.core.Tracer):
-        return at_once(gradient)
-    return jax.lax.platform_dependent(gradient, tpu=axis_by_axis, default=at_once)
+    if platform() != "tpu":
+        return plain.gradient_sample(gradient, strides)
+    for axis, stride in enumerate(strides):
+        if stride > 1:
+            x = jax.lax.slice_in_dim(gradient, 0, None, stride, axis)
+            gradient = jax.lax.optimization_barrier(x)
+    return gradient
 
 
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
@@ -100,16 +80,6 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
     if not isinstance(pred, jax.core.Tracer):
         return compute() if pred else otherwise
     return jax.lax.cond(pred, compute, lambda: otherwise)
-
-
-def select_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-    """As `compute_if`, of what is cheap: on accelerators, which a conditional stalls, a select."""
-    if not isinstance(pred, jax.core.Tracer):
-        return compute() if pred else otherwise
-    return jax.lax.platform_dependent(
-        cpu=lambda: jax.lax.cond(pred, compute, lambda: otherwise),
-        default=lambda: jnp.where(pred, compute(), otherwise),
-    )
 
 
 class _MaskedScope(keras.StatelessScope):
@@ -212,6 +182,11 @@ def restore_after_skip(
         return logs, (new_state[0], non_trainable, optimizer_state, metrics)
 
     return step
+
+
+def compiled_for() -> str:
+    """The kind of device that XLA compiles for: "cpu", "gpu" or "tpu"."""
+    return platform()
 
 
 def platform() -> str:

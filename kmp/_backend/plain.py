@@ -13,6 +13,11 @@ def compiled(function: Callable) -> Callable:
     return function
 
 
+def compiled_for() -> str:
+    """ "cpu": the other ways are for XLA on accelerators."""
+    return "cpu"
+
+
 def all_reduce_sum(x: Tensor) -> Tensor:
     """`x` itself: on JAX one program spans the devices; on torch Keras refuses such statistics."""
     return x

@@ -119,11 +119,6 @@ def note_loss(variable: Variable, nonfinite: Tensor) -> None:
         variable.assign(tf.maximum(variable.value, tf.cast(nonfinite, "float32")))
 
 
-def by_device(compute: Callable[[str], Any], traced: Tensor) -> Any:
-    """`compute` of "gpu" or "tpu" where XLA compiles for one, else of "cpu"."""
-    return compute(platform() if inside_xla() else "cpu")
-
-
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """The maximum of the second column and the sums of the others; inside XLA in one reduction.
 
@@ -152,13 +147,6 @@ def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
     """`compute()` if `pred`, else `otherwise`; neither writes anything."""
     return tf.cond(pred, compute, lambda: otherwise)
-
-
-def select_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-    """As `compute_if`, of what is cheap: on accelerators, which a conditional stalls, a select."""
-    if inside_xla() and platform() != "cpu":
-        return tf.where(pred, compute(), otherwise)
-    return compute_if(pred, compute, otherwise)
 
 
 def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
@@ -208,6 +196,11 @@ def restore_after_skip(
         return logs
 
     return step
+
+
+def compiled_for() -> str:
+    """The kind of device that XLA compiles for; "cpu" outside of XLA."""
+    return platform() if inside_xla() else "cpu"
 
 
 def platform() -> str:

@@ -40,17 +40,9 @@ def note_loss(variable: Variable, nonfinite: Tensor) -> None:
         variable.assign(torch.maximum(variable.value, nonfinite.to(torch.float32)))
 
 
-def by_device(compute: Callable[[str], Any], traced: Tensor) -> Any:
-    """`compute("cpu")`: the others are for XLA on accelerators."""
-    return compute("cpu")
-
-
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
     """`compute()` if `pred`, which is on the host already, else `otherwise`."""
     return compute() if bool(pred) else otherwise
-
-
-select_if = compute_if
 
 
 def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:

@@ -104,12 +104,14 @@ class Progress(NamedTuple):
 
     Attributes:
         step: training steps of the optimizer, skipped ones included where it is kmp's.
+        applied_steps: those that were not skipped, micro-steps of an accumulation included.
         seen_steps, counted_steps, nonfinite_losses, recent: see `LossTracker`.
         skipped_steps: steps skipped since training began; None if the optimizer does not say.
         consecutive_skips: skipped steps in a row up to now; 0 if the optimizer does not say.
     """
 
     step: int
+    applied_steps: int
     seen_steps: int
     counted_steps: int
     nonfinite_losses: int
@@ -128,19 +130,19 @@ class Progress(NamedTuple):
 def read_progress(model: Any) -> Progress:
     """Read what the training steps of `model` have counted so far, in one transfer."""
     tracker, optimizer = model._loss_tracker, model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    # Not `iterations`: under accumulation that is computed, from what JAX has in its loop.
     counters = [tracker.seen_steps, tracker.counted_steps, tracker.nonfinite_losses]
+    counters.append(inner._iterations)
     counts_skips = isinstance(optimizer, LossScaleOptimizer)
     if counts_skips and optimizer.built:
         counters += [optimizer.steps, optimizer.skipped_steps, optimizer.consecutive_skips]
-    else:
-        # Not `iterations`: under accumulation that is computed, from what JAX has in its loop.
-        counters.append(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
-    values = transfer(_backend.read(model, [*counters, tracker.recent]))
-    *numbers, recent = values
-    seen, counted, nonfinite, step, *skips = (int(x) for x in numbers)
-    skipped, in_a_row = skips or (0, 0)
+    *numbers, recent = transfer(_backend.read(model, [*counters, tracker.recent]))
+    seen, counted, nonfinite, applied, *rest = (int(x) for x in numbers)
+    step, skipped, in_a_row = rest or (applied, 0, 0)
     return Progress(
         step=step,
+        applied_steps=applied,
         seen_steps=seen,
         counted_steps=counted,
         nonfinite_losses=nonfinite,

@@ -2,24 +2,14 @@
 
 from typing import Any
 
-from kmp import _backend, _reading
+from kmp import _reading
 from kmp.optimizer import LossScaleOptimizer
 from kmp.report import GradientReport
 
 
 def read_report(model: Any) -> GradientReport | None:
-    """Read what the optimizer of `model` has counted and measured, in one transfer.
-
-    Args:
-        model: `keras.Model`, inside or outside `fit`.
-
-    Returns:
-        The report, or None if the optimizer has not been built yet.
-    """
-    optimizer = model.optimizer
-    if not optimizer.built:
-        return None
-    return _reading.read_report(optimizer, lambda variables: _backend.read(model, list(variables)))
+    """Read what the optimizer of `model` has measured; None if it has not been built yet."""
+    return _reading.read_report(model.optimizer, model) if model.optimizer.built else None
 
 
 def require_measuring_optimizer(callback: Any, model: Any) -> None:
@@ -47,19 +37,9 @@ class Cadence:
     first execution at or after the due step.
     """
 
-    def __init__(self, update_freq: int):
-        if isinstance(update_freq, bool) or update_freq != int(update_freq) or update_freq < 1:
-            raise ValueError(
-                "`update_freq` must be a whole number of training steps, at least 1. "
-                f"Received: update_freq={update_freq!r}. Write for example update_freq=100."
-            )
-        self.update_freq = int(update_freq)
-        self._last = 0
-        self.epoch_start = 0
-
-    def begin_epoch(self, step: int) -> None:
-        """Start an epoch after `step` training steps; what was due stays due."""
-        self.epoch_start = step
+    def __init__(self, update_freq: int, step: int = 0):
+        self.update_freq = update_freq
+        self.epoch_start = self._last = step
 
     def is_due(self, batch: int) -> bool:
         """Tell whether to sample before the step with this index in the epoch."""

@@ -48,9 +48,8 @@ class SweptModel:
         self._random_states = RandomStates()
         self._model = model
         self._inner = getattr(optimizer, "inner_optimizer", optimizer)
-        #: int[], the steps that the optimizer has applied, micro-steps of an accumulation included.
-        self.applied = self._inner._iterations
-        self.sweep = Sweep(min_lr, max_lr, steps, int(ops.convert_to_numpy(self.applied)))
+        applied = int(ops.convert_to_numpy(self._inner._iterations))
+        self.sweep = Sweep(min_lr, max_lr, steps, applied)
         # Through __dict__: Keras's setter takes a schedule's place for none but another schedule,
         # and would forget the variable of a plain number.
         self._learning_rate = self._inner.__dict__["_learning_rate"]

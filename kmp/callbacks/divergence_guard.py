@@ -1,6 +1,7 @@
 """`DivergenceGuard`: notices a loss that diverges, and goes back to before it did."""
 
 import math
+import statistics
 import warnings
 from typing import Any
 
@@ -12,7 +13,7 @@ from kmp.callbacks._loss_tracker import Progress, read_progress
 from kmp.callbacks._sampler import Cadence
 from kmp.callbacks._snapshot import Snapshot, restore_snapshot, take_snapshot
 from kmp.callbacks._train_step import guard_train_step
-from kmp.callbacks.spike_detector import SpikeDetector, SpikeState, median
+from kmp.callbacks.spike_detector import SpikeDetector, SpikeState
 
 _ACTIONS = ("warn", "stop", "rollback")
 # So many losses in a row that are not finite make a reading that is none, although the optimizer
@@ -123,17 +124,16 @@ class DivergenceGuard(keras.callbacks.Callback):
                 f"lr_factor={lr_factor}. Write lr_factor=0.5, the default."
             )
         self.max_rollbacks = whole_number("max_rollbacks", max_rollbacks, owner)
-        self.update_freq = Cadence(update_freq).update_freq
+        self.update_freq = whole_number("update_freq", update_freq, owner)
         self._begin()
 
     def _begin(self, progress: Progress | None = None) -> None:
         self.rollbacks = 0
-        self._cadence = Cadence(self.update_freq)
+        self._cadence = Cadence(self.update_freq, progress.seen_steps if progress else 0)
         self._state = SpikeState()
         # What training and the detector knew; the second awaits a reading that proves it good.
         self._proven: tuple[Snapshot, SpikeState] | None = None
         self._candidate: tuple[Snapshot, SpikeState] | None = None
-        self._first_step = progress.seen_steps if progress else 0
         self._counted_steps = progress.counted_steps if progress else 0
 
     def set_model(self, model):
@@ -149,8 +149,9 @@ class DivergenceGuard(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         progress = read_progress(self._model)
-        self._cadence.begin_epoch(progress.seen_steps - self._first_step)
-        if progress.seen_steps == self._first_step and epoch == 0:
+        seen_none = progress.seen_steps == self._cadence.epoch_start
+        self._cadence.epoch_start = progress.seen_steps
+        if seen_none and epoch == 0:
             warnings.warn(
                 "DivergenceGuard sees no loss: the model's own `train_step` does not update "
                 "Keras's average of it. Write self._loss_tracker.update_state(loss) in it.",
@@ -190,7 +191,7 @@ class DivergenceGuard(keras.callbacks.Callback):
             self._model.stop_training = True
         elif self.action == "rollback":
             done = self._roll_back()
-        usual = median(history) if history else math.nan
+        usual = statistics.median(history) if history else math.nan
         warnings.warn(
             f"Step {step}: the loss diverged: {reading:.3g}, where the median of the last "
             f"{len(history)} readings is {usual:.3g}. {done}",

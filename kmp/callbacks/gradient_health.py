@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from kmp._arguments import whole_number
 from kmp._model import layers_of
 from kmp.callbacks._sampler import Cadence, read_report, require_measuring_optimizer
 from kmp.callbacks._train_step import guard_train_step
@@ -123,7 +124,7 @@ class GradientHealth(keras.callbacks.Callback):
         )
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
-        self._cadence = Cadence(update_freq)
+        self._cadence = Cadence(whole_number("update_freq", update_freq, "GradientHealth"))
         self._dashboard: Dashboard | None = None
         self._warned: set[str] = set()
         self._past: collections.deque[GradientReport] = collections.deque()
@@ -145,7 +146,7 @@ class GradientHealth(keras.callbacks.Callback):
         if self.log_dir is not None:
             self._dashboard = Dashboard(self.log_dir)
         report = read_report(self._model)
-        self._cadence.begin_epoch(report.step if report else 0)
+        self._cadence.epoch_start = report.step if report else 0
         if report and report.step and not self._past:
             self._past.append(report)  # what happened before is not this run's
 
@@ -164,7 +165,7 @@ class GradientHealth(keras.callbacks.Callback):
         report = self._look()
         if report is None:
             return
-        self._cadence.begin_epoch(report.step)
+        self._cadence.epoch_start = report.step
         if logs is not None:
             logs["loss_scale"] = report.loss_scale
             logs["skipped_steps"] = report.skipped_steps

@@ -7,10 +7,8 @@ from typing import Any
 
 import keras
 
-from kmp import _backend
 from kmp._arguments import number, whole_number
 from kmp._random_states import RandomStates
-from kmp._reading import transfer
 from kmp.callbacks._loss_tracker import RECENT, read_progress
 from kmp.callbacks._range_test import draw, has_diverged, smooth, steepest
 from kmp.callbacks._sweep import SweptModel
@@ -214,8 +212,7 @@ class LearningRateFinder(keras.callbacks.Callback):
         if swept is None or self._over:
             return
         progress = read_progress(self._model)
-        applied = int(transfer(_backend.read(self._model, [swept.applied]))[0])
-        counted = progress.counted_steps
+        applied, counted = progress.applied_steps, progress.counted_steps
         # Where an optimizer of Keras's own skips, nobody can tell whose loss is whose.
         if applied - self._applied == counted - self._counted:
             end = min(applied, swept.sweep.first_step + self.steps)

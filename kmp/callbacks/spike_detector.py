@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -90,8 +91,8 @@ class SpikeDetector:
         """The largest reading that is no outlier after `history`; inf if that is too short."""
         if len(history) < _MIN_HISTORY:
             return math.inf
-        middle = median(history)
-        deviation = _DEVIATIONS_PER_MAD * median([abs(x - middle) for x in history])
+        middle = statistics.median(history)
+        deviation = _DEVIATIONS_PER_MAD * statistics.median([abs(x - middle) for x in history])
         return max(
             middle + self.threshold * deviation,
             middle + (self.factor - 1.0) * abs(middle),
@@ -108,9 +109,3 @@ class SpikeDetector:
     def is_spike(self, state: SpikeState) -> bool:
         """Tell whether the last reading made a spike of the outliers: true once for each spike."""
         return state.outliers == self.patience
-
-
-def median(values: Sequence[float]) -> float:
-    """The median of at least one number."""
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

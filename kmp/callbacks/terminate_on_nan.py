@@ -61,10 +61,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
     def __init__(self, patience: int = 30, update_freq: int = 100):
         super().__init__()
         self.patience = whole_number("patience", patience, "TerminateOnNaN")
-        self.update_freq = Cadence(update_freq).update_freq
+        self.update_freq = whole_number("update_freq", update_freq, "TerminateOnNaN")
         self.stopped_because: str | None = None
-        self._cadence = Cadence(update_freq)
-        self._first_step = 0
 
     def set_model(self, model):
         super().set_model(model)
@@ -72,8 +70,7 @@ class TerminateOnNaN(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.stopped_because = None
-        self._cadence = Cadence(self.update_freq)
-        self._first_step = read_progress(self._model).seen_steps
+        self._cadence = Cadence(self.update_freq, read_progress(self._model).seen_steps)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._cadence.is_due(batch):
@@ -81,7 +78,7 @@ class TerminateOnNaN(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         progress = self._look()
-        self._cadence.begin_epoch(progress.seen_steps - self._first_step)
+        self._cadence.epoch_start = progress.seen_steps
         if logs is not None and progress.skipped_steps is not None:
             logs["skipped_steps"] = progress.skipped_steps
 

@@ -4,8 +4,6 @@ from typing import Any
 
 import keras
 
-from kmp._types import Tree
-
 
 def check_model(model: Any, tool: str, loss: bool) -> None:
     """Raise ValueError unless `model` is built and, where `loss` is asked for, compiled."""
@@ -33,8 +31,3 @@ def loss_scale_of(model: Any) -> float:
     if optimizer is None:
         return 1.0
     return float(keras.ops.convert_to_numpy(optimizer.scale_loss(keras.ops.ones(()))))
-
-
-def batch_size_of(x: Tree) -> int:
-    """The first axis of the first array."""
-    return next(a for a in keras.tree.flatten(x) if a is not None).shape[0]

@@ -1,15 +1,13 @@
 """From what a replay saw to the one call that is to blame: the first in the order of execution."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from kmp._reduction import gather
+from kmp import _backend
 from kmp._types import Gradient, Variable
 from kmp.debug._replay import Call, Recorder, floats
 from kmp.debug.stats import TensorStats, tensor_stats
-from kmp.health import count_nonfinite
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -194,6 +192,8 @@ def nonfinite_variables(
     gradients: Sequence[Gradient], variables: Sequence[Variable]
 ) -> list[Variable]:
     """The variables whose gradient is not finite."""
-    parts = gather(gradients, [math.prod(v.shape) for v in variables])
-    counts = count_nonfinite(parts, len(variables)) if parts else []
-    return [v for v, count in zip(variables, counts, strict=False) if float(count)]
+    return [
+        v
+        for v, g in zip(variables, gradients, strict=True)
+        if g is not None and is_bad(measure(_backend.gradient_rows(g)))
+    ]

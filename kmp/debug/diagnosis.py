@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from kmp._arguments import number
+from kmp._printing import table
 from kmp._types import Tree
 from kmp.debug._arguments import check_model
 from kmp.debug._policies import Unit, checked_policy, under, under_map, units_of
@@ -69,23 +70,19 @@ class Diagnosis:
         if self.loss_scale is not None:
             finite = "all gradients finite" if self.gradients_finite else "some gradients overflow"
             lines.append(f"advised loss scale {self.loss_scale:g}: {finite}")
-        if not self.ranges:
-            return "\n".join(lines)
-        width = max(len(row.path) for row in self.ranges)
-        columns = [f"{d} {c}" for d in ("fp16", "bf16") for c in ("over", "lost", "degr")]
-        titles = "  ".join(f"{c:>9}" for c in columns)
-        lines.append(f"{'output of':<{width}}  {'max |y|':>9}  {titles}")
-        lines += [_line(r.path, r.max_abs, r.activations, width) for r in self.ranges]
-        if any(r.gradients for r in self.ranges):
-            lines.append(f"{'gradient at':<{width}}  {'max |g|':>9}  {titles}")
-            rows = [r for r in self.ranges if r.gradients]
-            lines += [_line(r.path, r.max_gradient, r.gradients, width) for r in rows]
+        titles = [f"{d} {c}" for d in ("fp16", "bf16") for c in ("over", "lost", "degr")]
+        if self.ranges:
+            rows = [_cells(r.path, r.max_abs, r.activations) for r in self.ranges]
+            lines.append(table([["output of", "max |y|", *titles], *rows]))
+        rows = [_cells(r.path, r.max_gradient, r.gradients) for r in self.ranges if r.gradients]
+        if rows:
+            lines.append(table([["gradient at", "max |g|", *titles], *rows]))
         return "\n".join(lines)
 
 
-def _line(path: str, largest: float, shares: dict[str, Any], width: int) -> str:
+def _cells(path: str, largest: float, shares: dict[str, Any]) -> list[str]:
     values = [v for dtype in HALF_DTYPES for v in dataclasses.astuple(shares[dtype])]
-    return f"{path:<{width}}  {largest:>9.3g}  " + "  ".join(f"{v:>9.2%}" for v in values)
+    return [path, f"{largest:.3g}", *(f"{v:.2%}" for v in values)]
 
 
 def diagnose(

@@ -9,6 +9,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._arguments import whole_number
+from kmp._printing import table
 from kmp._types import Tree
 from kmp.debug._arguments import check_model
 from kmp.debug._policies import under
@@ -71,20 +72,13 @@ class MemoryReport:
     rows: tuple[MemoryUse, ...]
 
     def __str__(self) -> str:
-        title = f"KiB at batch size {self.batch_size}"
-        width = max(len(title), 10)
-        lines = [
-            f"{title:<{width}}  {'parameters':>10}  {'gradients':>10}  {'slots':>10}  "
-            f"{'activations':>11}  {'total':>10}  {'XLA temp':>10}"
-        ]
+        header = ["parameters", "gradients", "slots", "activations", "total", "XLA temp"]
+        rows = [[f"KiB at batch size {self.batch_size}", *header]]
         for row in self.rows:
             counts = (row.parameters, row.gradients, row.slots, row.activations, row.total)
-            numbers = [f"{n / 1024:,.0f}" for n in counts]
-            numbers.append("-" if row.compiled is None else f"{row.compiled / 1024:,.0f}")
-            widths = (10, 10, 10, 11, 10, 10)
-            cells = [f"{n:>{w}}" for n, w in zip(numbers, widths, strict=True)]
-            lines.append("  ".join([f"{row.precision:<{width}}", *cells]))
-        return "\n".join(lines)
+            compiled = "-" if row.compiled is None else f"{row.compiled / 1024:,.0f}"
+            rows.append([row.precision, *(f"{n / 1024:,.0f}" for n in counts), compiled])
+        return table(rows)
 
 
 def memory_report(model: keras.Model, batch_size: int) -> MemoryReport:

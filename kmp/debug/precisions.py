@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from kmp import _backend
+from kmp._printing import table
 from kmp._types import Gradient, Tree
 from kmp.debug._arguments import check_model, loss_scale_of
 from kmp.debug._policies import Unit, checked_policy, under, units_of
@@ -79,23 +80,18 @@ class PrecisionReport:
         return list(dict.fromkeys(row.path.split(" (call ")[0] for row in order))[:n]
 
     def __str__(self) -> str:
-        width = max([len(row.path) for row in self.rows] + [5])
-        lines = [
-            f"{self.policy} against float32: output SQNR {_dB(self.output_sqnr)} dB",
-            f"{'layer':<{width}}  {'dtype':<8}  {'max |y|':>9}  {'inf/NaN':>7}  {'max err':>9}  "
-            f"{'rel err':>9}  {'SQNR dB':>7}  {'local':>6}  {'only it':>7}",
-        ]
+        header = ["layer", "dtype", "max |y|", "inf/NaN", "max err", "rel err", "SQNR dB"]
+        rows = [[*header, "local", "only it"]]
         for row in self.rows:
-            lines.append(
-                f"{row.path:<{width}}  {row.dtype:<8}  {row.max_abs:>9.3g}  {row.nonfinite:>7}  "
-                f"{row.max_error:>9.2g}  {row.max_relative_error:>9.2g}  "
-                f"{_dB(row.cumulative_sqnr):>7}  {_dB(row.local_sqnr):>6}  "
-                f"{_dB(row.output_sqnr):>7}"
-            )
+            sizes = f"{row.max_abs:.3g}", str(row.nonfinite)
+            errors = f"{row.max_error:.2g}", f"{row.max_relative_error:.2g}"
+            quality = map(_dB, (row.cumulative_sqnr, row.local_sqnr, row.output_sqnr))
+            rows.append([row.path, row.dtype, *sizes, *errors, *quality])
+        lines = [f"{self.policy} against float32: output SQNR {_dB(self.output_sqnr)} dB"]
+        lines.append(table(rows))
         if self.gradient_sqnr:
-            width = max(len(path) for path in self.gradient_sqnr)
-            lines.append(f"{'gradient':<{width}}  SQNR dB")
-            lines += [f"{p:<{width}}  {_dB(v):>7}" for p, v in self.gradient_sqnr.items()]
+            gradients = [[path, _dB(value)] for path, value in self.gradient_sqnr.items()]
+            lines.append(table([["gradient", "SQNR dB"], *gradients]))
         if self.worst():
             lines.append(f"Costs the output most: {', '.join(self.worst())}")
         return "\n".join(lines)
