@@ -10,8 +10,10 @@ from kmp._heads import output_layers
 from kmp._model import is_preprocessing, layers_of, path_of
 from kmp.formats import formats
 from kmp.layers import Float32OutputDense
+from kmp.scaling import NoOpLossScale
 
 _HALF = ("float16", "bfloat16")
+_OURS = ("keras", "kmp")
 _MULTIPLE = 8  # NVIDIA, "Matrix Multiplication Background User's Guide": of 16-bit sizes
 
 Hazards = Iterator[tuple[str, str, str]]  # path, problem, advice
@@ -23,8 +25,11 @@ def _half_layers(model: keras.Model) -> list[keras.Layer]:
 
 def _unscaled_float16(model: Any) -> Hazards:
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    rule = getattr(optimizer, "loss_scale", None)
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if optimizer is None or (scales and not isinstance(rule, NoOpLossScale)):
         return
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     layers = [x for x in layers_of(model) if x.compute_dtype == "float16"]
     if layers and optimizer.loss_scale_factor is None:
         yield (
@@ -121,7 +126,9 @@ def _half_preprocessing(model: Any) -> Hazards:
 
 
 def _epsilon(model: Any) -> Hazards:
-    owners = [(path_of(x), x, x.compute_dtype) for x in _half_layers(model)]
+    # The layers of Keras and of kmp that have an epsilon use it in float32.
+    foreign = [x for x in _half_layers(model) if type(x).__module__.split(".")[0] not in _OURS]
+    owners = [(path_of(x), x, x.compute_dtype) for x in foreign]
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     weights = {v.dtype for v in model.trainable_variables}

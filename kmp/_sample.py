@@ -1,12 +1,13 @@
 """The dear measurements: exponents and updates, from a sample of each variable.
 
-All variables share one concatenation and one segment sum, so that neither the compile time nor the
+All variables share a concatenation and a segment sum, so that neither the compile time nor the
 number of kernels grows with them. The sample is strided along each axis on its own: a flattened
 one would gather a sharded variable on every device.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from keras import ops
@@ -21,7 +22,7 @@ LOWEST, HIGHEST = -28, 16  # the exponents at the ends, where those beyond are c
 BINS = HIGHEST - LOWEST + 3
 COLUMNS = ("weight_norm", "update_norm", "unmoved_share")
 WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE = range(len(COLUMNS))
-_KEYS = BINS + 3  # beside the bins: three sums
+_KEYS = len(COLUMNS) + BINS
 _EXPONENT_BITS, _BIAS, _MANTISSA = 255, 127, 23
 
 
@@ -51,6 +52,11 @@ def _left(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return [-(-size // stride) for size, stride in zip(shape, strides, strict=True)]
 
 
+def size_before(variables: Sequence[Variable]) -> int:
+    """How many numbers `sample` takes of these variables."""
+    return 2 * sum(sample_size(v.shape) for v in variables)
+
+
 def layout(parts: Sequence[Part], number: int) -> list[int]:
     """The order in which a sample of gradients holds the variables, `number` of them."""
     order = [i for part in parts for i in part.members]
@@ -58,7 +64,7 @@ def layout(parts: Sequence[Part], number: int) -> list[int]:
 
 
 def sample(parts: Sequence[Part], variables: Sequence[Variable]) -> Tensor:
-    """float32[n]: samples of the gradients in `parts`, in their `layout`.
+    """float32[2 * n]: samples of the gradients in `parts`, in their `layout`, then of the weights.
 
     A variable that has no gradient gives zeros.
     """
@@ -70,36 +76,36 @@ def sample(parts: Sequence[Part], variables: Sequence[Variable]) -> Tensor:
             of_each = _backend.gradient_sample(part.values, strides_of(shape))
         # (The number of a sparse gradient's rows is known at run time alone.)
         samples.append(ops.reshape(of_each, (len(part.members) * sample_size(shape),)))
-    absent = layout(parts, len(variables))[sum(len(part.members) for part in parts) :]
+    order = layout(parts, len(variables))
+    absent = order[sum(len(part.members) for part in parts) :]
     missing = sum(sample_size(variables[i].shape) for i in absent)
-    return _together([*samples, ops.zeros((missing,))])
+    return _together([*samples, ops.zeros((missing,), "float32"), *_weights(variables, order)])
 
 
 def sample_weights(variables: Sequence[Variable], order: Sequence[int]) -> Tensor:
     """float32[n]: the samples of the variables' present values, in this order."""
+    return _together(_weights(variables, order))
+
+
+def _weights(variables: Sequence[Variable], order: Sequence[int]) -> list[Tensor]:
     values = [(ops.convert_to_tensor(variables[i]), strides_of(variables[i].shape)) for i in order]
-    return _together([ops.reshape(_backend.gradient_sample(*pair), (-1,)) for pair in values])
+    return [ops.reshape(_backend.gradient_sample(*pair), (-1,)) for pair in values]
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:
-    return ops.concatenate([ops.cast(x, "float32") for x in samples])
+    return ops.cast(ops.concatenate(samples), "float32")  # of whatever they are promoted to
 
 
 def measure_sample(
-    gradient: Tensor,
-    before: Tensor,
-    after: Tensor,
-    variables: Sequence[Variable],
-    order: Sequence[int],
+    before: Tensor, after: Tensor, variables: Sequence[Variable], order: Sequence[int]
 ) -> Tensor:
     """Measure gradients, weights and their update.
 
     Args:
-        gradient: float32[n], the sample of the scaled gradients, as they were in float16.
-        before: float32[n], the sample of the weights before the update.
-        after: float32[n], the one after it.
+        before: float32[2 * n], from `sample` before the update, of the scaled gradients.
+        after: float32[n], from `sample_weights` after it.
         variables: the variables, for their shapes.
-        order: the order of all three.
+        order: the order of the samples.
 
     Returns:
         float32[num_variables, 3 + 47]: `COLUMNS`, then the counts of zeros, of each exponent of
@@ -107,25 +113,38 @@ def measure_sample(
     """
     shapes = [tuple(v.shape) for v in variables]
     sizes = [sample_size(shape) for shape in shapes]
-    update = ops.subtract(after, before)
+    gradient, weights = before[: sum(sizes)], before[sum(sizes) :]
+    update = ops.subtract(after, weights)
     unmoved = ops.logical_and(ops.not_equal(gradient, 0.0), ops.equal(update, 0.0))
     first_key = np.repeat(np.array(order, "int32") * _KEYS, [sizes[i] for i in order])
     first_key = ops.convert_to_tensor(first_key, "int32")
-    keys = [ops.cast(_bin(gradient), "int32"), *(BINS + i for i in range(3))]
-    values = [ops.ones_like(gradient), ops.square(after), ops.square(update)]
-    values.append(ops.cast(unmoved, "float32"))
+    row = ops.arange(len(COLUMNS) + 1, dtype="int32")[:, None]
+    keys = _chosen(row, [WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE, len(COLUMNS) + _bin(gradient)])
+    values = [ops.square(after), ops.square(update), ops.cast(unmoved, "float32"), 1.0]
     sums = ops.segment_sum(
-        ops.concatenate(values),
-        ops.concatenate([ops.add(first_key, key) for key in keys]),
+        ops.reshape(_chosen(row, values), (-1,)),
+        ops.reshape(first_key + keys, (-1,)),
         num_segments=len(sizes) * _KEYS,
     )
     sums = ops.reshape(sums, (len(sizes), _KEYS))
     whole = np.array([math.prod(s) / max(n, 1) for s, n in zip(shapes, sizes, strict=True)])
     whole = ops.convert_to_tensor(whole.astype("float32")[:, None])
-    counts, norms = sums[:, :BINS], ops.sqrt(sums[:, BINS : BINS + 2] * whole)
-    present = ops.sum(counts[:, 1:], axis=1, keepdims=True)
-    unmoved_share = sums[:, BINS + 2 :] / ops.maximum(present, 1.0)
-    return ops.concatenate([norms, unmoved_share, counts], axis=1)
+    column = ops.arange(_KEYS, dtype="int32")
+    nonzero = ops.where(column > len(COLUMNS), sums, 0.0)
+    shares = sums / ops.maximum(ops.sum(nonzero, axis=1, keepdims=True), 1.0)
+    norms = ops.sqrt(sums * whole)
+    return _chosen(column, [norms, norms, shares, sums])
+
+
+def _chosen(number: Tensor, options: Sequence[Any]) -> Tensor:
+    """The option that each number says, the last one beyond.
+
+    XLA compiles a concatenation of few operands for CPUs in five times the time of such a select.
+    """
+    chosen = options[-1]
+    for i, option in reversed(list(enumerate(options[:-1]))):
+        chosen = ops.where(ops.equal(number, i), option, chosen)
+    return chosen
 
 
 def _bin(values: Tensor) -> Tensor:
@@ -134,4 +153,4 @@ def _bin(values: Tensor) -> Tensor:
     exponent = ops.bitwise_and(bits, _EXPONENT_BITS) - _BIAS
     inner = ops.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1
     outer = ops.where(ops.equal(values, 0.0), 0, inner)
-    return ops.where(exponent > _BIAS, BINS - 1, outer)
+    return ops.cast(ops.where(exponent > _BIAS, BINS - 1, outer), "int32")

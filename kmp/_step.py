@@ -1,7 +1,7 @@
 """One training step of the loss-scaling optimizer, in the order in which it happens."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -14,6 +14,8 @@ from kmp._types import Gradient, Tensor, Variable
 from kmp.scaling import ScaleState
 from kmp.trees import map_gradients
 
+_ACCELERATORS = ("gpu", "tpu")  # which a conditional stalls
+
 
 class Measured(NamedTuple):
     """What a step knows of its gradients before anything is written.
@@ -24,8 +26,8 @@ class Measured(NamedTuple):
         nonfinite: float32[num_variables], how many numbers of each are not finite.
         due: whether to measure the levels, and the details: bool[] each, if anything is measured.
         levels: float32[num_variables, 4], from `health.measure`, maybe of an earlier step.
-        samples: float32[n] each, of the scaled gradients and of the weights before the update.
-        order: the order of the variables in the samples.
+        sample: float32[2 * n], of the scaled gradients and of the weights before the update.
+        order: the order of the variables in the sample.
         max_abs: float32[], the largest true gradient, if the rule asks for it.
     """
 
@@ -34,7 +36,7 @@ class Measured(NamedTuple):
     nonfinite: Tensor
     due: Any = None
     levels: Tensor | None = None
-    samples: tuple[Tensor, Tensor] | None = None
+    sample: Tensor | None = None
     order: Sequence[int] = ()
     max_abs: Tensor | None = None
 
@@ -111,38 +113,46 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         measured = self._looked_at(parts)
         if not (self.measures_details and measured.due):
             return measured
-        # What is sampled keeps its order on every device.
         order = _sample.layout(parts, len(watched))
-        gradient = self._sampled_if(measured.due[1], lambda: _sample.sample(parts, watched))
-        weights = self._sampled_if(measured.due[1], lambda: _sample.sample_weights(watched, order))
+        sample = functools.partial(_sample.sample, parts, watched)
+        zeros = ops.zeros((_sample.size_before(watched),), "float32")
+        if _backend.compiled_for() in _ACCELERATORS:
+            before = ops.where(measured.due[1], sample(), zeros)
+        else:
+            before = _backend.compute_if(measured.due[1], sample, zeros)
         # Otherwise XLA may update the weights first, and would keep a copy of all of them for the
         # sample's sake.
-        finite = _backend.after(measured.finite, weights)
-        return measured._replace(finite=finite, samples=(gradient, weights), order=order)
+        finite = _backend.after(measured.finite, before)
+        return measured._replace(finite=finite, sample=before, order=order)
 
     def _looked_at(self, parts: list[Part]) -> Measured:
-        scale, device = self.scale_state, _backend.compiled_for()
+        scale, device, number = self.scale_state, _backend.compiled_for(), len(self._sizes)
         # XLA fuses a stack of large gradients into their reduction on GPUs; elsewhere it writes it.
         together = device == "gpu"
+        measures = self.gradient_health is not None
+        reads_max_abs = getattr(self.loss_scale, "reads_max_abs", False)
 
-        def true() -> list[Part]:
+        def is_measured_always(part: Part) -> bool:
+            # Compiling a reduction more takes longer than all that small ones cost.
+            cheap = device in _ACCELERATORS or (device == "cpu" and part.stacked)
+            return reads_max_abs or (measures and cheap)
+
+        def true(always: bool) -> list[Part]:
             # The true gradients as such are never in memory: XLA divides while it updates, and
             # again here. A branch that asked for them would have them written in every step.
-            values = self._unscaled([p.values for p in parts], [p.kind for p in parts], scale)
-            return [p._replace(values=x) for p, x in zip(parts, values, strict=True)]
+            some = [p for p in parts if is_measured_always(p) == always]
+            values = self._unscaled([p.values for p in some], [p.kind for p in some], scale)
+            return [p._replace(values=x) for p, x in zip(some, values, strict=True)]
 
-        def measure() -> Tensor:
-            return health.measure(true(), self._sizes, together=together)
-
-        measures, due, levels, largest = self.gradient_health is not None, None, None, None
-        reads = getattr(self.loss_scale, "reads_max_abs", False)
-        if reads or (measures and device != "cpu"):  # where a conditional would stall the device
-            levels = measure()
+        levels = nonfinite = largest = due = None
+        if always := true(True):
+            levels = health.measure(always, self._sizes, together=together)
             nonfinite = levels[:, health.NONFINITE]
-            levels = self._of_gradients(levels)
-            largest = ops.max(levels[:, health.MAX_ABS], initial=0) if reads else None
-        else:
-            nonfinite = health.count_nonfinite(true(), len(self._sizes), together=together)
+        if (others := true(False)) or levels is None:
+            counts = health.count_nonfinite(others, number, together=together)
+            nonfinite = counts if nonfinite is None else nonfinite + counts
+        if reads_max_abs:
+            largest = ops.max(self._of_gradients(levels)[:, health.MAX_ABS], initial=0)
         if measures:
             due = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
         loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
@@ -151,19 +161,17 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
             return Measured(finite, loss_finite, nonfinite, max_abs=largest)
         # An overflow is measured whenever it comes. (Operators, as on torch these are on the host.)
         due = (due[0] | ~finite, due[1])
-        previous = ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS]
-        if levels is None:
-            levels = _backend.compute_if(due[0], lambda: self._of_gradients(measure()), previous)
-        else:
-            levels = ops.where(due[0], levels, previous)
-        return Measured(finite, loss_finite, nonfinite, due, levels, max_abs=largest)
 
-    def _sampled_if(self, due: Tensor, sample: Callable[[], Tensor]) -> Tensor:
-        size = sum(_sample.sample_size(v.shape) for v in self._trainable_variables)
-        zeros = ops.zeros((size,), "float32")
-        if _backend.compiled_for() == "cpu":
-            return _backend.compute_if(due, sample, zeros)
-        return ops.where(due, sample(), zeros)  # cheap; a conditional would stall the device
+        def all_levels() -> Tensor:
+            rest = health.measure(true(False), self._sizes)
+            return self._of_gradients(rest if levels is None else rest + levels)
+
+        previous = ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS]
+        if others or levels is None:
+            levels = _backend.compute_if(due[0], all_levels, previous)
+        else:
+            levels = ops.where(due[0], self._of_gradients(levels), previous)
+        return Measured(finite, loss_finite, nonfinite, due, levels, max_abs=largest)
 
     def _of_gradients(self, measured: Tensor) -> Tensor:
         """Zeros in the rows of float8's scales: what replaces those is no gradient."""
@@ -193,11 +201,13 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         largest = () if measured.max_abs is None else (measured.max_abs,)
         state = self.loss_scale.next(before, finite, *largest)
         # No scale helps against a loss that is not finite itself: the scale is left as it is.
-        blamed = ops.logical_or(finite, measured.loss_finite)
+        may_move = ops.logical_or(finite, measured.loss_finite)
+        kept = ops.minimum(before.finite_steps, state.finite_steps)
+        finite_steps = ops.where(may_move, state.finite_steps, kept)
         if self.gradient_health is not None:
             self._record_measurements(measured)
-        self.dynamic_scale.assign(ops.where(blamed, state.scale, before.scale))
-        self.step_counter.assign(ops.cast(state.finite_steps, self.step_counter.dtype))
+        self.dynamic_scale.assign(ops.where(may_move, state.scale, before.scale))
+        self.step_counter.assign(ops.cast(finite_steps, self.step_counter.dtype))
         self.consecutive_skips.assign(state.overflows)
         self.skipped_steps.assign_add(ops.cast(skipped, "int32"))
         self._iterations.assign_add(1)
@@ -217,18 +227,15 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         )
         due_levels, due_details = measured.due
         sampling = ops.convert_to_tensor(self.sampling)
-        if measured.samples is None:
+        if measured.sample is None:
             due_details = ops.zeros_like(due_details)
         else:
-            watched, order = self._trainable_variables, measured.order
-            gradient, before = measured.samples
-            after = self._sampled_if(due_details, lambda: _sample.sample_weights(watched, order))
-            samples = gradient, before, after
-            self.gradient_details.assign(
-                _backend.compute_if(
-                    due_details,
-                    lambda: self._of_gradients(_sample.measure_sample(*samples, watched, order)),
-                    ops.convert_to_tensor(self.gradient_details),
-                )
-            )
+            before, order, watched = measured.sample, measured.order, self._trainable_variables
+
+            def details() -> Tensor:
+                after = _sample.sample_weights(watched, order)
+                return self._of_gradients(_sample.measure_sample(before, after, watched, order))
+
+            previous = ops.convert_to_tensor(self.gradient_details)
+            self.gradient_details.assign(_backend.compute_if(due_details, details, previous))
         self.sampling.assign(health.sampled(sampling, step, due_levels, due_details))

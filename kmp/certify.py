@@ -156,8 +156,7 @@ def certify(
     results = []
     for name, own in zip(names, runs, strict=True):
         differences = [
-            (a.metric - b.metric) / (b.metric if task.relative else 1.0)
-            for a, b in zip(own, full, strict=True)
+            _difference(a.metric, b.metric, task.relative) for a, b in zip(own, full, strict=True)
         ]
         results.append(
             PolicyRuns(
@@ -222,6 +221,12 @@ class _Clock(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.seconds.append(time.perf_counter() - self.start)
+
+
+def _difference(own: float, full: float, relative: bool) -> float:
+    if not relative or own == full:
+        return own - full
+    return (own - full) / full if full else math.inf
 
 
 def _mean_and_deviation(values: Sequence[float]) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp._arguments import scale_number, whole_number
+from kmp._arguments import number, scale_number, whole_number
 from kmp._types import Variable
-from kmp.scaling import DynamicLossScale
+from kmp.scaling import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _INNER_SIZES = "inner_sizes"
 # Keras's class numbers its variables: these, then the inner optimizer's.
@@ -67,7 +67,6 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
         values = [(v, store[str(i)]) for i, v in enumerate(inner)]
     elif len(keys) == len(_KERAS_OWN) + len(inner):
         values = [(own[name], store[str(i)]) for i, name in enumerate(_KERAS_OWN)]
-        values[-1] = (own["dynamic_scale"], _within_bounds(optimizer.loss_scale, values[-1][1]))
         values += [(v, store[str(i)]) for i, v in enumerate(inner, start=len(_KERAS_OWN))]
     else:
         raise _mismatch(optimizer, f"{len(keys)} variables", len(inner))
@@ -78,6 +77,9 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
         optimizer.inner_optimizer.load_own_variables = functools.partial(
             _load_unless_missing, optimizer.inner_optimizer, keras_loader
         )
+    scale = own["dynamic_scale"]
+    rule = optimizer.loss_scale
+    values = [(v, _within_bounds(rule, x) if v is scale else x) for v, x in values]
     _assign_all(optimizer, values)
 
 
@@ -108,7 +110,8 @@ def load_grad_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
             'kmp.scaled(..., loss_scale="dynamic") and optimizer.build(model.trainable_variables).'
         )
     scale = scale_number("scale", state["scale"], "the GradScaler state")
-    tracker = whole_number("_growth_tracker + 1", state["_growth_tracker"] + 1, "the state") - 1
+    tracker = number("_growth_tracker", state["_growth_tracker"], "the GradScaler state")
+    tracker = whole_number("_growth_tracker + 1", tracker + 1, "the GradScaler state") - 1
     optimizer.loss_scale = dataclasses.replace(
         optimizer.loss_scale,
         growth_factor=state["growth_factor"],
@@ -134,9 +137,12 @@ def _mismatch(optimizer: Any, stored: str, expected: int) -> ValueError:
     )
 
 
-def _within_bounds(rule: Any, scale: Any) -> np.ndarray:
+def _within_bounds(rule: Any, scale: Any) -> Any:
+    """A stored scale as far as the present rule allows it."""
+    if isinstance(rule, (StaticLossScale, NoOpLossScale)):
+        return rule.init().scale
     if not isinstance(rule, DynamicLossScale):
-        return np.asarray(scale)
+        return scale
     finite = np.nan_to_num(np.asarray(scale), nan=rule.min_scale)
     return np.clip(finite, rule.min_scale, rule.max_scale)
 
@@ -145,7 +151,8 @@ def _assign_all(optimizer: Any, values: list[tuple[Variable, Any]]) -> None:
     arrays = [(variable, np.asarray(value)) for variable, value in values]
     wrong = [v.path for v, x in arrays if tuple(x.shape) != tuple(v.shape)]
     if wrong:
-        raise _mismatch(optimizer, f"other shapes for {wrong[:3]}", len(wrong))
+        inner = optimizer.inner_optimizer.variables
+        raise _mismatch(optimizer, f"other shapes for {wrong[:3]}", len(inner))
     for variable, array in arrays:
         variable.assign(keras.ops.convert_to_tensor(array, variable.dtype))
 

@@ -161,8 +161,8 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the present scale, in at least float32.
 
-        On TensorFlow and PyTorch it also notes whether the loss is finite: if not, its step is
-        skipped, but the scale, which is not to blame, stays.
+        On TensorFlow and PyTorch it also notes whether the loss is finite: if not, and its
+        gradients therefore are not either, the scale, which is not to blame, stays.
         """
         if self.built:
             _backend.note_loss(self.loss_nonfinite, ops.logical_not(all_finite(loss)))

@@ -177,7 +177,10 @@ class Policy(keras.DTypePolicy):
         if isinstance(other, Policy):
             return self._dtypes() == other._dtypes()
         plain = (keras.DTypePolicy, keras.FloatDTypePolicy)  # and neither quantized nor a map
-        return type(other) in plain and self._dtypes() == get_policy(other)._dtypes()
+        if not isinstance(other, keras.DTypePolicy) or type(other) not in plain:
+            return False
+        dtypes = other.variable_dtype, other.compute_dtype, other.compute_dtype
+        return self._dtypes() == (False, *dtypes)
 
     def __hash__(self) -> int:
         return hash(self._name)

@@ -77,6 +77,18 @@ def test_hysteresis_floor_and_ceiling():
     assert follow(kmp.AmaxLossScale(3, min_scale=3, max_scale=3), [1.0, None]) == [3, 3]
 
 
+@pytest.mark.filterwarnings("ignore:Step 2")
+def test_a_loss_that_is_not_finite_makes_nobody_wait():
+    """The scale stays where it was, and the next step's maximum counts again."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(kmp.scaled("sgd", loss_scale=kmp.AmaxLossScale(), learning_rate=1e-6), "mse")
+    x = np.float32([[np.nan], [2.0**-10]])
+    callbacks = [kmp.callbacks.GradientHealth()]  # where JAX's optimizer is told of the loss
+    model.fit(x, 0 * x + 1, batch_size=1, shuffle=False, verbose=0, callbacks=callbacks)
+    assert int(model.optimizer.skipped_steps) == 1 and int(model.optimizer.step_counter) == 0
+    assert float(model.optimizer.dynamic_scale) >= 2.0**19
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_optimizer_hands_it_the_true_maximum(mode):
     run = Run(kmp.scaled("sgd", kmp.AmaxLossScale(), learning_rate=0.5), mode)

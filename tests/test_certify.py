@@ -10,7 +10,7 @@ import pytest
 from test_bench import command
 
 from kmp._tasks import TASKS, Task
-from kmp.certify import PolicyRuns, certify
+from kmp.certify import PolicyRuns, _difference, certify
 from kmp.equivalence import equivalence
 
 
@@ -62,6 +62,11 @@ def test_the_differences_are_paired_by_seed_and_relative(certificate):
     differences = [(a - b) / b for a, b in zip(half.metrics, full.metrics, strict=True)]
     assert half.result == equivalence(differences, 0.02)
     assert full.result is None
+
+
+@pytest.mark.parametrize("own, expected", [(0.0, 0.0), (1e-3, math.inf)])
+def test_a_metric_of_zero_has_relative_differences_too(own, expected):
+    assert _difference(own, 0.0, relative=True) == expected
 
 
 def test_the_costs_are_there(certificate):

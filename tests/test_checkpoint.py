@@ -107,6 +107,26 @@ def test_a_ruined_scale_of_keras_is_brought_back_into_bounds(tmp_path, scale, ex
     assert float(ours.optimizer.dynamic_scale) == expected
 
 
+@pytest.mark.parametrize(
+    "rule, expected",
+    [
+        (kmp.DynamicLossScale(initial_scale=8, max_scale=1024), 1024.0),
+        (kmp.DynamicLossScale(initial_scale=8), 2.0**15),
+        (256.0, 256.0),
+        ("none", 1.0),
+    ],
+    ids=str,
+)
+def test_a_stored_scale_keeps_to_the_present_rule(rule, expected):
+    old, new = kmp.scaled("sgd"), kmp.scaled("sgd", loss_scale=rule)
+    stored = {}
+    for optimizer in (old, new):
+        optimizer.build([keras.Variable([1.0])])
+    old.save_own_variables(stored)
+    new.load_own_variables(stored)
+    assert float(new.dynamic_scale) == expected
+
+
 def test_the_state_is_stored_once(tmp_path):
     sizes = {}
     for name, optimizer in (
@@ -216,6 +236,7 @@ def test_a_real_grad_scaler_takes_the_state():
         ({"scale": float("nan")}, "scale"),
         ({"growth_factor": 1.0}, "growth_factor"),
         ({"_growth_tracker": -1}, "_growth_tracker"),
+        ({"_growth_tracker": None}, "_growth_tracker"),
         ({"extra": 1}, "keys"),
     ],
     ids=str,

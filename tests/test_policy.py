@@ -138,6 +138,7 @@ def test_equality_is_of_dtypes():
     for other in map(kmp.Policy, different):
         assert mixed != other and other != mixed
     assert kmp.Policy("autocast") != kmp.Policy("float32")
+    assert kmp.Policy("float32") != keras.DTypePolicy("int32")
     assert mixed != keras.DTypePolicy("mixed_float16") and mixed != "mixed_float16"
     assert mixed == "mixed_bfloat16"  # as a loaded policy stands in for its name
     assert mixed != keras.dtype_policies.get("int8_from_mixed_bfloat16")

@@ -46,9 +46,9 @@ def test_bins_are_the_exponents_of_the_scaled_gradient(mode):
     weight = keras.Variable(np.zeros(len(values), "float32"))
 
     def measure(gradient):
-        gradient = _sample.sample(gather([gradient], [len(values)]), [weight])
-        zeros = ops.zeros((len(values),), "float32")
-        return _sample.measure_sample(gradient, zeros, zeros, [weight], [0])
+        before = _sample.sample(gather([gradient], [len(values)]), [weight])
+        after = ops.zeros((len(values),), "float32")
+        return _sample.measure_sample(before, after, [weight], [0])
 
     measured = compiled(measure, mode)(ops.convert_to_tensor(values.astype("float32")))
     bins = ops.convert_to_numpy(measured)[0, 3:]
@@ -69,13 +69,13 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
     gradients[5] = gradients[5].astype("float16")
     before = [a - d for a, d in zip(after, update, strict=True)]
     variables = [keras.Variable(a) for a in after]
+    earlier = [keras.Variable(b) for b in before]
 
     def measure(present):
         parts = gather([*present[:2], None, *present[2:]], sizes)
-        gradient, order = _sample.sample(parts, variables), _sample.layout(parts, len(sizes))
+        sample, order = _sample.sample(parts, earlier), _sample.layout(parts, len(sizes))
         after = _sample.sample_weights(variables, order)
-        earlier = _sample.sample_weights([keras.ops.array(b) for b in before], order)
-        return _sample.measure_sample(gradient, earlier, after, variables, order)
+        return _sample.measure_sample(sample, after, variables, order)
 
     present = [ops.convert_to_tensor(g) for g in gradients if g is not None]
     measured = ops.convert_to_numpy(compiled(measure, mode)(present))
@@ -92,8 +92,9 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
 def test_the_norm_of_a_large_variable_is_estimated():
     weights = np.random.default_rng(1).normal(size=(300, 200)).astype("float32")
     variable = keras.Variable(weights)
-    after, gradient = _sample.sample_weights([variable], [0]), _sample.sample([], [variable])
-    row = _sample.measure_sample(gradient, after - 0.5, after, [variable], [0])[0]
+    before = _sample.sample([], [keras.Variable(weights - 0.5)])
+    after = _sample.sample_weights([variable], [0])
+    row = _sample.measure_sample(before, after, [variable], [0])[0]
     # Of n normal numbers, the norm errs by 1 / sqrt(2 n): five standard deviations at n = 2,700.
     norm = np.linalg.norm(weights)
     np.testing.assert_allclose(ops.convert_to_numpy(row)[0], norm, rtol=0.07)

@@ -172,7 +172,9 @@ def restore_after_skip(
         for variable, count in zip(model.metrics_variables, new_state[3], strict=True):
             if variable is nonfinite_losses:
                 hopeless = ~applied & (count > 0)
-                scale = place[id(optimizer.dynamic_scale)]
+                scale, steps = place[id(optimizer.dynamic_scale)], place[id(optimizer.step_counter)]
+                fewer = jnp.minimum(state[2][steps], new_state[2][steps])
+                optimizer_state[steps] = jnp.where(hopeless, fewer, new_state[2][steps])
                 optimizer_state[scale] = jnp.where(hopeless, state[2][scale], new_state[2][scale])
                 if optimizer.gradient_health is None:
                     continue
@@ -184,8 +186,8 @@ def restore_after_skip(
     return step
 
 
-def compiled_for() -> str:
-    """The kind of device that XLA compiles for: "cpu", "gpu" or "tpu"."""
+def compiled_for() -> str | None:
+    """What XLA compiles for: "cpu", "gpu" or "tpu"."""
     return platform()
 
 

@@ -198,9 +198,9 @@ def restore_after_skip(
     return step
 
 
-def compiled_for() -> str:
-    """The kind of device that XLA compiles for; "cpu" outside of XLA."""
-    return platform() if inside_xla() else "cpu"
+def compiled_for() -> str | None:
+    """What XLA compiles for, "cpu", "gpu" or "tpu"; None outside of it."""
+    return platform() if inside_xla() else None
 
 
 def platform() -> str:

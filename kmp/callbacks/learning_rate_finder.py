@@ -126,7 +126,7 @@ class LearningRateFinder(keras.callbacks.Callback):
             The suggested learning rate, or None.
         """
         defaults = {"epochs": 100 * self.steps, "verbose": 0}
-        callbacks = [*fit_arguments.pop("callbacks", []), self]
+        callbacks = [*(fit_arguments.pop("callbacks", None) or ()), self]
         random_states = RandomStates()  # fit shuffles before it asks its callbacks
         try:
             model.fit(x, y, callbacks=callbacks, **{**defaults, **fit_arguments})

@@ -51,7 +51,7 @@ def test_the_points_are_those_of_a_run_by_hand(name, spe):
         linear_model(OPTIMIZERS[name](), steps_per_execution=spe),
         LearningRateFinder(**RANGE),
     )
-    find(model, finder)
+    find(model, finder, callbacks=None)
     np.testing.assert_allclose(finder.learning_rates, np.geomspace(1e-5, 1e-2, 24), rtol=1e-12)
     # float32 against float64 over 24 steps of a contraction
     np.testing.assert_allclose(finder.losses, losses_by_hand(finder.learning_rates), rtol=1e-4)
