@@ -140,6 +140,8 @@ def read(model: Any, variables: list[Variable]) -> list[Tensor]:
         values = state.get(key)
         if values:
             live |= {id(v): x for v, x in zip(owned(), values, strict=True)}
+    # What the model does not list, as a metric that its own `metrics` leaves out, the loop has not.
+    live |= {id(v): v.value for v in variables if id(v) not in live}
     return [live[id(v)] for v in variables]
 
 

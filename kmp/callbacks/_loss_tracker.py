@@ -1,6 +1,7 @@
 """The loss of each training step, kept inside the compiled step and read in one transfer."""
 
 import contextlib
+import warnings
 from typing import Any, NamedTuple
 
 import keras
@@ -97,6 +98,16 @@ def track_losses(model: Any) -> bool:
         tracker.reset_state()
         return True
     return False
+
+
+def warn_of_unseen_loss(callback: Any) -> None:
+    """Warn that `callback` sees no loss, since the tracker of its model is not updated."""
+    warnings.warn(
+        f"{type(callback).__name__} sees no loss: the model's own `train_step` does not update "
+        "Keras's average of it, or its own `metrics` leaves it out. Write "
+        "self._loss_tracker.update_state(loss) in the one, and self._loss_tracker in the other.",
+        stacklevel=3,
+    )
 
 
 class Progress(NamedTuple):

@@ -9,7 +9,7 @@ import keras
 
 from kmp._arguments import number, whole_number
 from kmp._construction import checked_choice
-from kmp.callbacks._loss_tracker import Progress, read_progress
+from kmp.callbacks._loss_tracker import Progress, read_progress, warn_of_unseen_loss
 from kmp.callbacks._sampler import Cadence
 from kmp.callbacks._snapshot import Snapshot, restore_snapshot, take_snapshot
 from kmp.callbacks._train_step import guard_train_step
@@ -68,7 +68,7 @@ class DivergenceGuard(keras.callbacks.Callback):
 
     Warns:
         UserWarning: at each spike, with step, loss, median and what was done; and after the first
-            epoch if the model's own `train_step` tells Keras no loss.
+            epoch if the model's own `train_step` or `metrics` keeps the loss from it.
 
     Example:
 
@@ -152,11 +152,7 @@ class DivergenceGuard(keras.callbacks.Callback):
         seen_none = progress.seen_steps == self._cadence.epoch_start
         self._cadence.epoch_start = progress.seen_steps
         if seen_none and epoch == 0:
-            warnings.warn(
-                "DivergenceGuard sees no loss: the model's own `train_step` does not update "
-                "Keras's average of it. Write self._loss_tracker.update_state(loss) in it.",
-                stacklevel=2,
-            )
+            warn_of_unseen_loss(self)
         if logs is not None and progress.skipped_steps is not None:
             logs["skipped_steps"] = progress.skipped_steps
 

@@ -8,7 +8,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._arguments import whole_number
-from kmp.callbacks._loss_tracker import Progress, read_progress
+from kmp.callbacks._loss_tracker import Progress, read_progress, warn_of_unseen_loss
 from kmp.callbacks._sampler import Cadence
 from kmp.callbacks._train_step import guard_train_step
 
@@ -41,7 +41,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
         ValueError: if an argument is out of its range.
 
     Warns:
-        UserWarning: when it stops a run, with step, counts and the paths of the weights.
+        UserWarning: when it stops a run, with step, counts and the paths of the weights; and after
+            the first epoch if the model's own `train_step` or `metrics` keeps the loss from it.
 
     Example:
 
@@ -70,7 +71,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.stopped_because = None
-        self._cadence = Cadence(self.update_freq, read_progress(self._model).seen_steps)
+        self._seen_steps = read_progress(self._model).seen_steps
+        self._cadence = Cadence(self.update_freq, self._seen_steps)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._cadence.is_due(batch):
@@ -78,6 +80,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         progress = self._look()
+        if epoch == 0 and progress.seen_steps == self._seen_steps:
+            warn_of_unseen_loss(self)
         self._cadence.epoch_start = progress.seen_steps
         if logs is not None and progress.skipped_steps is not None:
             logs["skipped_steps"] = progress.skipped_steps

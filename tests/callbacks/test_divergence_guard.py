@@ -193,7 +193,8 @@ def test_a_second_fit_begins_anew():
     assert guard.rollbacks == 0
 
 
-def test_a_train_step_that_tells_no_loss_is_noticed():
+@pytest.mark.parametrize("watch", [DivergenceGuard, kmp.callbacks.TerminateOnNaN])
+def test_a_train_step_that_tells_no_loss_is_noticed(watch):
     class Silent(keras.Sequential):
         def train_step(self, *args):
             logs = {"nothing": ops.zeros(())}
@@ -201,8 +202,24 @@ def test_a_train_step_that_tells_no_loss_is_noticed():
 
     model = Silent([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", loss="mse")
-    with pytest.warns(UserWarning, match="DivergenceGuard sees no loss"):
-        fit(model, [DivergenceGuard()], epochs=2)
+    with pytest.warns(UserWarning, match=f"{watch.__name__} sees no loss") as caught:
+        fit(model, [watch()], epochs=2)
+    assert len([w for w in caught if "sees no loss" in str(w.message)]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.* sees no loss")
+@pytest.mark.parametrize("watch", [DivergenceGuard, kmp.callbacks.TerminateOnNaN])
+def test_a_model_that_keeps_metrics_of_its_own_is_trained(watch):
+    """Keras's loop on JAX has the state of those that `metrics` lists, and of no others."""
+
+    class Model(keras.Sequential):
+        metrics = property(lambda self: [self.own])
+
+    model = Model([keras.Input((2,)), keras.layers.Dense(1)])
+    model.own = keras.metrics.Mean(name="own")
+    model.compile("sgd", loss="mse")
+    fit(model, [watch(update_freq=2)])
+    assert int(model.optimizer.iterations) == 12
 
 
 def test_asynchronous_dispatch_stays_on():
