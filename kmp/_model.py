@@ -21,6 +21,18 @@ def path_of(layer: Any) -> str:
     return getattr(layer, "path", None) or layer.name
 
 
+def has_weights(model: Any) -> bool:
+    """Whether all weights of `model` are there.
+
+    A model whose own train step calls its layers one by one is never built itself.
+    """
+
+    def is_complete(layer: Any) -> bool:  # or has no weights but those of the layers in it
+        return layer.built or getattr(layer.build, "_is_default", False)
+
+    return model.built or (bool(model.weights) and all(map(is_complete, layers_of(model))))
+
+
 def is_preprocessing(layer: keras.Layer) -> bool:
     """Whether a layer is, or derives from, one of Keras's for raw inputs."""
     return any(".preprocessing." in each.__module__ for each in type(layer).__mro__)

@@ -185,8 +185,8 @@ def restore_after_skip(
     def step(data):
         if tf.distribute.has_strategy():
             return train_step(data)  # each replica's statistics are Keras's to reduce
-        if not (model.built and model.optimizer.built):
-            model._symbolic_build(data_batch=data)  # the state to keep has to be there
+        if not model.optimizer.built:  # the state to keep has to be there
+            model._symbolic_build(data_batch=data)
         optimizer, undone = model.optimizer, undone_of(model)
         before = [tf.identity(v.value) for v in [optimizer.skipped_steps, *undone]]
         logs = train_step(data)

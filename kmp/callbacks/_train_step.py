@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from kmp import _backend
+from kmp._model import has_weights
 from kmp._types import Variable
 from kmp.callbacks._loss_tracker import track_losses
 from kmp.optimizer import LossScaleOptimizer
@@ -32,6 +33,8 @@ def guard_train_step(model: Any) -> None:
     make_train_function = model.make_train_function
 
     def renew_and_make(force: bool = False) -> None:
+        if isinstance(model.optimizer, LossScaleOptimizer):
+            build_optimizer(model)  # the first step may be skipped already
         # JAX finds what it has traced by the function: the same one would bring back the loss, the
         # optimizer and the dtypes of before.
         if model.train_function is None or force:
@@ -41,6 +44,12 @@ def guard_train_step(model: Any) -> None:
     model.make_train_function = renew_and_make
     model.train_step = _guarded(model, tracking, restoring)
     model.train_function = None
+
+
+def build_optimizer(model: Any) -> None:
+    """Create the optimizer's state if all weights are there; Keras may leave that to a step."""
+    if has_weights(model) and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
 
 
 def _guarded(model: Any, tracking: Callable, restoring: Callable) -> Callable:

@@ -139,9 +139,6 @@ class GradientHealth(keras.callbacks.Callback):
             model.train_function = None  # it was compiled without them
 
     def on_train_begin(self, logs=None):
-        optimizer = self._model.optimizer
-        if self._model.built and not optimizer.built:
-            optimizer.build(self._model.trainable_variables)
         self._warn_of_unscaled_float16()
         if self.log_dir is not None:
             self._dashboard = Dashboard(self.log_dir)

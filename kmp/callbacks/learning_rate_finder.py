@@ -12,7 +12,7 @@ from kmp._random_states import RandomStates
 from kmp.callbacks._loss_tracker import RECENT, read_progress
 from kmp.callbacks._range_test import draw, has_diverged, smooth, steepest
 from kmp.callbacks._sweep import SweptModel
-from kmp.callbacks._train_step import guard_train_step
+from kmp.callbacks._train_step import build_optimizer, guard_train_step
 from kmp.summaries import SummaryWriter
 
 _DEAD_LOSSES = 10  # so many in a row that are not finite, and nothing will come of them
@@ -156,8 +156,7 @@ class LearningRateFinder(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self._begin()
         model: Any = self.model
-        if model.built and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        build_optimizer(model)
         self._swept = SweptModel(model, self.min_lr, self.max_lr, self.steps)
         self._applied = self._swept.sweep.first_step
         self._counted = read_progress(model).counted_steps

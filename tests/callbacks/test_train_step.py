@@ -165,6 +165,25 @@ def test_evaluation_hides_nothing_and_files_load_without_kmp(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.only("tensorflow")  # elsewhere Keras itself refuses such a model
+@pytest.mark.filterwarnings("ignore:Step", "ignore:.* sees no loss")
+@pytest.mark.parametrize("callback", CALLBACKS)
+def test_a_model_without_a_call_of_its_own(callback):
+    class Model(keras.Model):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+
+        def train_step(self, data):
+            return self.part.train_step(data)
+
+    part = linear_model()
+    model = Model(part)
+    model.compile(part.optimizer)
+    history = fit(model, [callback()], poisoned=[0], epochs=2)
+    assert history["skipped_steps"] == [1, 2] and not model.built
+
+
 def test_a_model_that_is_compiled_anew_is_traced_anew():
     """JAX would find the step with the old loss, as its inputs have the same shapes."""
     x, y = np.ones((4, 2), "float32"), np.full((4, 1), 5, "float32")
