@@ -113,7 +113,9 @@ def add_event(
         float32[16, 5]. Step numbers are exact up to 2**24.
     """
     bad = nonfinite > 0
-    row = [step, scale, ops.argmax(bad), ops.sum(ops.cast(bad, "float32")), loss_finite]
+    # The last in the model's order: its gradient came first, and inf flows backwards from there.
+    first = ops.max(ops.where(bad, ops.arange(bad.shape[0], dtype="int32"), 0))
+    row = [step, scale, first, ops.sum(ops.cast(bad, "float32")), loss_finite]
     new = ops.stack([ops.cast(x, "float32") for x in row])[None]
     return ops.where(ops.any(bad), ops.concatenate([new, events[:-1]]), events)
 

@@ -19,7 +19,8 @@ class OverflowEvent:
     Attributes:
         step: the number of the step, counted from 1.
         loss_scale: the scale that its loss was multiplied with.
-        first_variable: path of the first variable, in the model's order, that was not finite.
+        first_variable: path of the variable that the backward pass met first of those that were not
+            finite: the last of them in the model's order.
         num_variables: how many were not.
         loss_finite: False where the loss itself was known not to be finite, so that no scale could
             have helped.
@@ -99,9 +100,12 @@ class GradientReport:
 
     @property
     def overflowed(self) -> dict[str, int]:
-        """Variables that ever overflowed, with the number of steps, most often first."""
-        counts = self.column("overflow_steps")
-        return {p: int(n) for p, n in sorted(counts.items(), key=lambda x: -x[1]) if n}
+        """Variables that ever overflowed, with the number of steps, most often first.
+
+        Of equals the last in the model's order is first: from it inf flows backwards to the others.
+        """
+        counts = reversed(self.column("overflow_steps").items())
+        return {p: int(n) for p, n in sorted(counts, key=lambda x: -x[1]) if n}
 
     @property
     def exponents(self) -> dict[str, np.ndarray] | None:
@@ -166,12 +170,14 @@ class GradientReport:
     def worst(self, n: int = 3) -> list[str]:
         """Name the variables to look at first.
 
-        Those that overflowed most often, then those whose gradient is nearest to leaving float16,
-        upwards or downwards (distance of `log2(max_abs)` from the middle of all variables).
+        Those that overflowed, in the order of `overflowed`, then those whose gradient is nearest to
+        leaving float16, upwards or downwards (distance of `log2(max_abs)` from the middle of all).
         """
         levels = np.log2(np.maximum(self.matrix[:, MAX_ABS].astype("float64"), 2.0**-149))
         distance = np.abs(levels - np.median(levels)) if len(levels) else levels
-        order = np.lexsort((-distance, -self.matrix[:, OVERFLOW_STEPS]))
+        overflows = self.matrix[:, OVERFLOW_STEPS]
+        place = np.arange(len(overflows)) * (overflows > 0)
+        order = np.lexsort((-distance, -place, -overflows))
         return [self.paths[i] for i in order[:n]]
 
     def __str__(self) -> str:

@@ -32,7 +32,8 @@ class Verdict:
 
     Attributes:
         state: one of these.
-        blame: path of the variable or layer to look at; empty if none is.
+        blame: path of the variable to look at; empty if none is, or none can be told. Of those that
+            overflow together it is the last in the model's order, whose gradient comes first.
         reason: what was seen, in numbers.
         advice: one line, what to do.
         code: int, the place of `state` in this list, from 0.
@@ -114,16 +115,15 @@ def judge(
     skips = report.skipped_steps - (before.skipped_steps if before else 0)
     dead = [event for event in events if not event.loss_finite]
     if dead:
-        first = dead[-1]
         number_seen = f"at least {len(dead)}" if len(events) == NUM_EVENTS else str(len(dead))
         return Verdict(
             "FORWARD-NAN",
-            _layer(first.first_variable),
+            "",
             f"the loss was not finite in {number_seen} of the last {report.step - since} steps, "
-            f"in step {first.step} for one",
+            f"in step {dead[-1].step} for one",
             "No loss scale helps: look for a bad batch, a division or logarithm of zero, or an "
             "overflow in the forward pass; kmp.debug.locate_nonfinite(model, x, y) names the "
-            "layer.",
+            "layer, which gradients that are all NaN cannot.",
         )
     if events and _is_exhausted(report, rule):
         return Verdict(
@@ -209,7 +209,7 @@ def _underflow(
     zeros = report.column("zero_share")
     if watched and all(zeros[path] == 1 for path in watched):
         return Verdict(
-            "UNDERFLOW", watched[0], "every gradient of the float16 layers is exactly zero", advice
+            "UNDERFLOW", watched[-1], "every gradient of the float16 layers is exactly zero", advice
         )
     if report.details is None:
         return None
@@ -252,7 +252,3 @@ def _higher_scale(report: GradientReport, rule: Any) -> str:
     if isinstance(rule, DynamicLossScale):
         return f"Write kmp.DynamicLossScale(initial_scale=2.0**{exponent}), or wait for it to grow."
     return f'Write loss_scale="dynamic", or loss_scale=2.0**{exponent}.'
-
-
-def _layer(path: str) -> str:
-    return path.rpartition("/")[0] or path

@@ -185,9 +185,9 @@ def test_headroom_is_the_number_of_doublings_left(max_abs, loss_scale, expected)
 
 
 def test_overflowed_names_the_most_frequent_first():
-    table = report([row(1, 2), row(1, 0), row(1, 9)])
-    assert table.overflowed == {"c": 9, "a": 2}
-    assert list(table.overflowed) == ["c", "a"]
+    table = report([row(1, 2), row(1, 0), row(1, 9), row(1, 2)])
+    assert table.overflowed == {"c": 9, "a": 2, "d": 2}
+    assert list(table.overflowed) == ["c", "d", "a"]
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,11 @@ def test_overflowed_names_the_most_frequent_first():
     [
         ([row(1), row(1, 1), row(2.0**40)], ["b", "c", "a"]),
         ([row(1, 3), row(1, 5), row(1)], ["b", "a", "c"]),
+        ([row(2.0**20, 2), row(1, 2), row(1)], ["b", "a", "c"]),
         ([row(1), row(2), row(2.0**-30), row(2.0**20)], ["c", "d", "a", "b"]),
         ([row(1), row(0), row(1)], ["b", "a", "c"]),
     ],
-    ids=["overflow_first", "most_often", "farthest_from_the_middle", "vanished"],
+    ids=["overflow_first", "most_often", "last_of_equals", "farthest_from_the_middle", "vanished"],
 )
 def test_worst(rows, expected):
     assert report(rows).worst(len(rows)) == expected

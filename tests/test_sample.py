@@ -151,7 +151,7 @@ def test_levels_stand_still_between_samples_and_events_do_not(monkeypatch):
     report = train(9, 4, poisoned=[6]).gradient_report()
     assert report.measured_step == 8
     assert [(e.step, e.num_variables) for e in report.events] == [(6, 4)]
-    assert report.events[0].first_variable == report.paths[0]
+    assert report.events[0].first_variable == report.paths[-1]
     assert report.events[0].loss_finite == (BACKEND == "jax")  # not told
     assert set(report.overflowed.values()) == {1}
     assert train(6, 4, poisoned=[6]).gradient_report().measured_step == 6  # an overflow is measured

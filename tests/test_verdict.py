@@ -78,7 +78,7 @@ PLANTED = {
 def test_planted_runs_are_recognised(state):
     found = watched_run(**PLANTED[state]).verdict
     assert found.state == state, str(found)
-    assert bool(found.blame) == (state not in ("HEALTHY", "CALIBRATING"))
+    assert bool(found.blame) == (state in ("UNDERFLOW", "UNSTABLE", "COLLAPSED"))
     assert bool(found.advice) == (state != "HEALTHY")
     assert found.code == verdict.STATES.index(state)
 
@@ -95,6 +95,18 @@ def test_planted_runs_are_recognised(state):
 )
 def test_sound_runs_are_left_alone(arguments):
     assert watched_run(**arguments).verdict.state == "HEALTHY"
+
+
+def test_blame_is_where_the_backward_pass_met_it():
+    """From there inf flows to all that stands before, float32 or not."""
+    half = keras.layers.Dense(4, dtype="mixed_float16")
+    head = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e6))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), half, head])
+    model.compile(kmp.scaled("sgd", 1.0), "mae")
+    watch = GradientHealth()
+    model.fit(np.ones((40, 4)), np.ones((40, 1)), batch_size=4, verbose=0, callbacks=[watch])
+    assert (watch.verdict.state, watch.verdict.blame) == ("COLLAPSED", half.bias.path)
+    assert watch.report.worst(1) == [half.bias.path]
 
 
 def test_a_loss_that_is_not_finite_leaves_the_scale_alone():

@@ -69,8 +69,8 @@ class GradientHealth(keras.callbacks.Callback):
 
     Attributes:
         report: `kmp.GradientReport` of the last look; None before the first.
-        verdict: `kmp.verdict.Verdict` over the steps up to then, with a variable or layer to blame
-            and one line of advice; None before the first look.
+        verdict: `kmp.verdict.Verdict` over the steps up to then, with a variable to blame, if one
+            can be told, and one line of advice; None before the first look.
 
     Raises:
         ValueError: if an argument is out of range, and in `fit` if the optimizer is not kmp's.
