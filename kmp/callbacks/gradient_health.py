@@ -122,10 +122,16 @@ class GradientHealth(keras.callbacks.Callback):
             max_degraded_share,
             spare_bits,
         )
+        self.update_freq = whole_number("update_freq", update_freq, "GradientHealth")
+        self._dashboard: Dashboard | None = None
+        self._begin()
+
+    def _begin(self, optimizer: Any = None, step: int = 0) -> None:
+        """Forget what another optimizer has measured."""
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
-        self._cadence = Cadence(whole_number("update_freq", update_freq, "GradientHealth"))
-        self._dashboard: Dashboard | None = None
+        self._optimizer = optimizer
+        self._cadence = Cadence(self.update_freq, step)
         self._warned: set[str] = set()
         self._past: collections.deque[GradientReport] = collections.deque()
         self._update_ratios: collections.deque[float] = collections.deque(maxlen=10)
@@ -139,20 +145,24 @@ class GradientHealth(keras.callbacks.Callback):
             model.train_function = None  # it was compiled without them
 
     def on_train_begin(self, logs=None):
+        report = read_report(self._model)
+        step = report.step if report else 0
+        if self._model.optimizer is not self._optimizer:
+            self._begin(self._model.optimizer, step)
+        self._cadence.epoch_start = step
+        self._past.clear()
+        if report and report.step:
+            self._past.append(report)  # what happened before is not this run's
         self._warn_of_unscaled_float16()
         if self.log_dir is not None:
             self._dashboard = Dashboard(self.log_dir)
-        report = read_report(self._model)
-        self._cadence.epoch_start = report.step if report else 0
-        if report and report.step and not self._past:
-            self._past.append(report)  # what happened before is not this run's
 
     def on_epoch_begin(self, epoch, logs=None):
         model = self.model  # on JAX this brings the optimizer's variables up to date
         if model.optimizer.built:
             steps = (self.params or {}).get("steps")
             last = self._cadence.epoch_start + steps if steps else 0
-            model.optimizer.sample_gradients(self._cadence.update_freq, and_at=last)
+            model.optimizer.sample_gradients(self.update_freq, and_at=last)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._cadence.is_due(batch):

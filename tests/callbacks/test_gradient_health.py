@@ -118,6 +118,26 @@ def test_a_second_fit_goes_on_counting(tmp_path):
     assert steps == [5, 10, 12, 15, 20, 24]
 
 
+@pytest.mark.filterwarnings("ignore:Step")
+def test_another_model_is_judged_by_itself():
+    watch = kmp.callbacks.GradientHealth(update_freq=5)
+    fit(linear_model(), [watch])
+    assert watch.verdict.state == "HEALTHY"
+    for steps in (12, 7):
+        with pytest.warns(UserWarning, match="FORWARD-NAN"):
+            fit(linear_model(), [watch], poisoned=range(steps), steps=steps)
+        assert (watch.report.step, watch.report.skipped_steps) == (steps, steps)
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+def test_a_fit_that_was_not_watched_is_not_judged():
+    watch, model = kmp.callbacks.GradientHealth(), linear_model()
+    fit(model, [watch])
+    fit(model, [], poisoned=[3])
+    fit(model, [watch])
+    assert watch.verdict.state == "HEALTHY"
+
+
 @pytest.mark.filterwarnings("ignore:Step .*(FORWARD-NAN|UNSTABLE)")
 def test_overflow_is_warned_of_once_by_name_with_its_count():
     model = linear_model()
