@@ -207,14 +207,16 @@ def _underflow(
     advice = _higher_scale(report, rule)
     watched = significant(report, float16)
     zeros = report.column("zero_share")
-    if watched and all(zeros[path] == 1 for path in watched):
+    # Where all of the model's gradients are zero so is the loss's: its weights, or a hinge of zero.
+    if watched and report.grad_norm and all(zeros[path] == 1 for path in watched):
         return Verdict(
             "UNDERFLOW", watched[-1], "every gradient of the float16 layers is exactly zero", advice
         )
     if report.details is None:
         return None
-    lost = {path: report.lost_share[path] for path in watched}
-    degraded = {path: report.degraded_share[path] for path in watched}
+    lost_share, degraded_share = report.lost_share, report.degraded_share  # all variables' each
+    lost = {path: lost_share[path] for path in watched}
+    degraded = {path: degraded_share[path] for path in watched}
     worst = max(lost, key=lambda path: lost[path], default="")
     if worst and lost[worst] > limits.max_lost_share:
         share = f"{lost[worst]:.2%} of the gradient would be rounded to zero in float16"

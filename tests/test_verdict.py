@@ -157,6 +157,25 @@ def test_a_bias_before_batch_normalization_is_no_underflow():
     assert (found.state, found.blame) == ("UNDERFLOW", "conv/bias")
 
 
+@pytest.mark.parametrize("rest, state", [(0.0, "HEALTHY"), (1.0, "UNDERFLOW")])
+def test_gradients_of_zero_that_nothing_has_lost(rest, state):
+    """A loss of weight zero has no other."""
+    zeros = report([0.0, rest], zeros=[1, 1 - rest])
+    half = {zeros.paths[0]: "conv"}
+    arguments = {"float16": half, "update_ratios": []}
+    rule = kmp.StaticLossScale(1.0)
+    assert verdict.judge(zeros, None, None, rule, verdict.Limits(), **arguments).state == state
+
+
+def test_the_shares_are_computed_once_a_look(monkeypatch):
+    seen, share_below = [], kmp.GradientReport._share_below
+    monkeypatch.setattr(
+        kmp.GradientReport, "_share_below", lambda *a: seen.append(a) or share_below(*a)
+    )
+    judged(report([1.0, 1.0], details=np.stack([bins({-5: 1}), bins({-5: 1})])))
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize(
     "counts, arguments, state",
     [
