@@ -16,7 +16,7 @@ from kmp.callbacks._train_step import guard_train_step
 class TerminateOnNaN(keras.callbacks.Callback):
     """Stops a run that is dead, and none that merely skipped a step.
 
-    At each `update_freq`-th training step and at the end of each epoch it looks, and stops if
+    At each `update_freq`-th training step of an epoch and at its end it looks, and stops if
 
     ```
     any trainable weight is inf or NaN                      nothing brings it back
@@ -72,7 +72,10 @@ class TerminateOnNaN(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self.stopped_because = None
         self._seen_steps = read_progress(self._model).seen_steps
-        self._cadence = Cadence(self.update_freq, self._seen_steps)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        # Anew, not by the tracker's count: a train step of the model's own may not move that.
+        self._cadence = Cadence(self.update_freq)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._cadence.is_due(batch):
@@ -82,7 +85,6 @@ class TerminateOnNaN(keras.callbacks.Callback):
         progress = self._look()
         if epoch == 0 and progress.seen_steps == self._seen_steps:
             warn_of_unseen_loss(self)
-        self._cadence.epoch_start = progress.seen_steps
         if logs is not None and progress.skipped_steps is not None:
             logs["skipped_steps"] = progress.skipped_steps
 

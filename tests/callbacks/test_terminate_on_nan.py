@@ -3,6 +3,8 @@
 import keras
 import numpy as np
 import pytest
+from conftest import BACKEND
+from keras import ops
 from linear_runs import RATE, SPE, fit, linear_model
 
 import kmp
@@ -77,6 +79,26 @@ def test_a_second_fit_begins_anew():
         fit(model, [stop], poisoned=[2, 3])
     fit(model, [stop], poisoned=[5])
     assert stop.stopped_because is None
+
+
+@pytest.mark.filterwarnings("ignore:.* sees no loss")
+def test_where_it_sees_no_loss_it_looks_as_often():
+    class Silent(keras.Sequential):
+        def train_step(self, *args):
+            logs = {"nothing": ops.zeros(())}
+            return (logs, args[0]) if BACKEND == "jax" else logs
+
+    class Stop(TerminateOnNaN):
+        looks = 0
+
+        def _look(self):
+            self.looks += 1
+            return super()._look()
+
+    model, stop = Silent([keras.Input((2,)), keras.layers.Dense(1)]), Stop(update_freq=5)
+    model.compile("sgd", loss="mse")
+    fit(model, [stop], epochs=2)
+    assert stop.looks == 6  # before the steps 6 and 11 of 12, and after the last
 
 
 def test_asynchronous_dispatch_stays_on():
