@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -119,6 +120,7 @@ class Progress(NamedTuple):
         seen_steps, counted_steps, nonfinite_losses, recent: see `LossTracker`.
         skipped_steps: steps skipped since training began; None if the optimizer does not say.
         consecutive_skips: skipped steps in a row up to now; 0 if the optimizer does not say.
+        nonfinite: indices of the weights asked for that are not finite.
     """
 
     step: int
@@ -129,6 +131,7 @@ class Progress(NamedTuple):
     recent: np.ndarray
     skipped_steps: int | None
     consecutive_skips: int
+    nonfinite: np.ndarray
 
     def mean_loss_since(self, counted_steps: int) -> float | None:
         """The mean over the steps that counted since then, or the latest RECENT of them."""
@@ -138,8 +141,11 @@ class Progress(NamedTuple):
         return float(np.mean(self.recent[np.arange(-new, 0) + self.counted_steps % RECENT]))
 
 
-def read_progress(model: Any) -> Progress:
-    """Read what the training steps of `model` have counted so far, in one transfer."""
+def read_progress(model: Any, weights: Sequence[Variable] = ()) -> Progress:
+    """Read what the training steps of `model` have counted so far, in one transfer.
+
+    Which of `weights` are not finite comes with it.
+    """
     tracker, optimizer = model._loss_tracker, model.optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     # Not `iterations`: under accumulation that is computed, from what JAX has in its loop.
@@ -148,7 +154,11 @@ def read_progress(model: Any) -> Progress:
     counts_skips = isinstance(optimizer, LossScaleOptimizer)
     if counts_skips and optimizer.built:
         counters += [optimizer.steps, optimizer.skipped_steps, optimizer.consecutive_skips]
-    *numbers, recent = transfer(_backend.read(model, [*counters, tracker.recent]))
+    counters.append(tracker.recent)
+    live = _backend.read(model, [*counters, *weights])
+    counts, values = live[: len(counters)], live[len(counters) :]
+    finite = ops.stack([True, *(ops.all(ops.isfinite(x)) for x in values)])
+    *numbers, recent, flags = transfer([*counts, finite])
     seen, counted, nonfinite, applied, *rest = (int(x) for x in numbers)
     step, skipped, in_a_row = rest or (applied, 0, 0)
     return Progress(
@@ -160,4 +170,5 @@ def read_progress(model: Any) -> Progress:
         recent=recent,
         skipped_steps=skipped if counts_skips else None,
         consecutive_skips=in_a_row,
+        nonfinite=np.flatnonzero(flags[1:] == 0),
     )

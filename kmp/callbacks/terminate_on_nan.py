@@ -3,10 +3,7 @@
 import warnings
 
 import keras
-import numpy as np
-from keras import ops
 
-from kmp import _backend
 from kmp._arguments import whole_number
 from kmp.callbacks._loss_tracker import Progress, read_progress, warn_of_unseen_loss
 from kmp.callbacks._sampler import Cadence
@@ -89,7 +86,7 @@ class TerminateOnNaN(keras.callbacks.Callback):
             logs["skipped_steps"] = progress.skipped_steps
 
     def _look(self) -> Progress:
-        progress = read_progress(self._model)
+        progress = read_progress(self._model, self._model.trainable_variables)
         reason = self._reason(progress)
         if reason and self.stopped_because is None:
             self.stopped_because = f"Step {progress.step}: {reason}"
@@ -98,7 +95,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
         return progress
 
     def _reason(self, progress: Progress) -> str | None:
-        dead = self._nonfinite_weights()
+        variables = self._model.trainable_variables
+        dead = [variables[i].path for i in progress.nonfinite]
         if dead:
             more = f" and {len(dead) - 5} more" if len(dead) > 5 else ""
             return (
@@ -117,11 +115,3 @@ class TerminateOnNaN(keras.callbacks.Callback):
             f"{skips} steps in a row were skipped and {losses} losses in a row were not finite "
             f"(patience={self.patience}), {advice} The weights are finite."
         )
-
-    def _nonfinite_weights(self) -> list[str]:
-        variables = self._model.trainable_variables
-        if not variables:
-            return []
-        values = _backend.read(self._model, variables)
-        finite = ops.convert_to_numpy(ops.stack([ops.all(ops.isfinite(x)) for x in values]))
-        return [variables[i].path for i in np.flatnonzero(~finite)]

@@ -101,6 +101,14 @@ def test_where_it_sees_no_loss_it_looks_as_often():
     assert stop.looks == 6  # before the steps 6 and 11 of 12, and after the last
 
 
+def test_each_look_is_one_transfer(monkeypatch):
+    stop, transfers = TerminateOnNaN(), []
+    fit(linear_model(), [stop])
+    monkeypatch.setattr(ops, "convert_to_numpy", lambda x: transfers.append(x) or np.asarray(x))
+    assert stop._look().seen_steps == 12
+    assert len(transfers) == 1
+
+
 def test_asynchronous_dispatch_stays_on():
     assert TerminateOnNaN.on_train_batch_end is keras.callbacks.Callback.on_train_batch_end
 
