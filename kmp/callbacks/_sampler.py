@@ -17,10 +17,11 @@ def require_measuring_optimizer(callback: Any, model: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
     name = type(callback).__name__
     if not isinstance(optimizer, LossScaleOptimizer):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)  # under mixed_float16 Keras wraps
         raise ValueError(
             f"{name} reads what kmp's optimizer measures. Received: a model compiled with "
             f"{type(optimizer).__name__}. Write model.compile(optimizer=kmp.scaled("
-            f"{type(optimizer).__name__ if optimizer else 'keras.optimizers.Adam'}, ...), ...); "
+            f"{type(inner).__name__ if inner else 'keras.optimizers.Adam'}, ...), ...); "
             'with loss_scale="none" where nothing needs scaling.'
         )
     if not optimizer.measure_gradients:

@@ -206,11 +206,15 @@ def test_float16_layers_without_scaling_are_named():
     [
         (keras.optimizers.SGD, r"Write model.compile\(optimizer=kmp.scaled\(SGD"),
         (
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+            r"with LossScaleOptimizer. Write model.compile\(optimizer=kmp.scaled\(SGD",
+        ),
+        (
             lambda: kmp.LossScaleOptimizer(keras.optimizers.SGD(), measure_gradients=False),
             "measure_gradients=False",
         ),
     ],
-    ids=["bare", "silent"],
+    ids=["bare", "wrapped", "silent"],
 )
 def test_an_optimizer_that_does_not_measure_is_refused_before_training(optimizer, message):
     model = linear_model(optimizer())
