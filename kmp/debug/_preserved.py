@@ -1,5 +1,8 @@
 """What a replay may touch, kept aside and put back."""
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -13,11 +16,12 @@ from kmp._types import Variable
 class Preserved:
     """A context that leaves a model, its training state and the random state as they were.
 
-    Variables (weights, BatchNorm statistics, layers' seeds, metrics), the layers' collected losses,
-    the loss object that the first training step builds, and the random states of Python, NumPy,
-    Keras and the backend. Dtype policies are put back by who swaps them; nothing steps the
-    optimizer or calls a cached function. `restore` puts it all back in between, so that the next
-    replay draws the same dropout masks.
+    Variables (weights, BatchNorm statistics, layers' seeds, metrics, and whatever else is assigned
+    to in this thread: the states of stateful RNNs and the seeds of closures are in no list), the
+    layers' collected losses, the loss object that the first training step builds, and the random
+    states of Python, NumPy, Keras and the backend. Dtype policies are put back by who swaps them;
+    nothing steps the optimizer or calls a cached function. `restore` puts it all back in between,
+    so that the next replay draws the same dropout masks.
 
     Args:
         model: a built `keras.Model`.
@@ -28,15 +32,20 @@ class Preserved:
         self.layers = layers_of(model)
 
     def __enter__(self) -> "Preserved":
-        self.values = [(v, ops.copy(v.value)) for v in _variables(self.model)]
+        self.values: dict[int, tuple[Variable, Any]] = {}
+        for variable in _variables(self.model):
+            self._note(variable)
         self.losses = [(list(layer._losses), set(layer._loss_ids)) for layer in self.layers]
         self.called = [layer._called for layer in self.layers]
         self.compile_loss = self.model.__dict__.get("_compile_loss")
         self.random_states = RandomStates()
         self._use_a_fresh_loss()
+        self.replaced = contextlib.ExitStack()
+        self.replaced.enter_context(_noting(self._note))
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self.replaced.close()
         self.restore()
         if self.compile_loss is not None:
             self.model.__dict__["_compile_loss"] = self.compile_loss
@@ -45,13 +54,18 @@ class Preserved:
 
     def restore(self) -> None:
         """Put everything but the loss object back."""
-        for variable, value in self.values:
+        for variable, value in self.values.values():
             variable.assign(value)
         for layer, (losses, ids) in zip(self.layers, self.losses, strict=True):
             layer._losses[:] = losses
             layer._loss_ids.clear()
             layer._loss_ids.update(ids)
         self.random_states.restore()
+
+    def _note(self, variable: Variable) -> None:
+        """Keep the value that a variable had first, if any, as stored: `value` may be autocast."""
+        if id(variable) not in self.values and getattr(variable, "_value", None) is not None:
+            self.values[id(variable)] = (variable, ops.copy(variable._value))
 
     def _use_a_fresh_loss(self) -> None:
         """A compiled loss builds its metrics when it is first called: let another one do that."""
@@ -67,6 +81,22 @@ class Preserved:
 
 
 def _variables(model: Any) -> list[Variable]:
-    """What a forward pass and a loss may write to. The optimizer is not asked to step."""
-    variables = [*model.variables, *getattr(model, "metrics_variables", [])]
-    return list({id(v): v for v in variables}.values())
+    """What a forward pass and a loss are known to write to. The optimizer is not asked to step."""
+    return [*model.variables, *getattr(model, "metrics_variables", [])]
+
+
+@contextlib.contextmanager
+def _noting(note: Callable[[Variable], None]) -> Iterator[None]:
+    """Within, `note` is called with each variable that this thread is about to change."""
+    assign, thread = keras.Variable._direct_assign, threading.get_ident()
+
+    def noted_assign(self, value):
+        if threading.get_ident() == thread:
+            note(self)
+        return assign(self, value)
+
+    keras.Variable._direct_assign = noted_assign
+    try:
+        yield
+    finally:
+        keras.Variable._direct_assign = assign

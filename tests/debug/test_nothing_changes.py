@@ -61,7 +61,11 @@ def state_of(model):
             id(f) for f in (model.train_function, model.test_function, model.predict_function)
         ],
         "attributes": attributes,
-        "calls": [keras.Layer.__call__, keras.Operation.__call__],
+        "methods": [
+            keras.Layer.__call__,
+            keras.Operation.__call__,
+            keras.Variable._direct_assign,
+        ],
         "python": random.getstate(),
         "numpy": [str(x) for x in np.random.get_state()],
         "seed": None if seed is None else (id(seed), bits(seed.state.value)),
@@ -166,6 +170,23 @@ def test_a_loss_that_was_never_called_stays_so(tool):
     TOOLS[tool](model, x, y)
     assert_unchanged(before, state_of(model))
     assert not model._compile_loss.built
+
+
+@pytest.mark.parametrize(
+    "tool", [kmp.debug.locate_nonfinite, kmp.debug.compare_precisions, kmp.debug.diagnose]
+)
+def test_variables_that_no_list_has(tool):
+    """The state of a stateful RNN (Keras cannot train it on torch), and the seed in a closure."""
+    seed = keras.random.SeedGenerator(7)
+    noise = layers.Lambda(lambda x: keras.random.dropout(x, 0.5, seed=seed))
+    rnn = layers.LSTM(3, stateful=True, unroll=True)
+    inputs = keras.Input(batch_shape=(2, 3, 4))
+    model = keras.Model(inputs, layers.Dense(1)(noise(rnn(inputs))))
+    x = np.ones((2, 3, 4), "float32")
+    model(x)
+    before = [bits(v.value) for v in (*rnn.states, seed.state)]
+    tool(model, x)
+    assert [bits(v.value) for v in (*rnn.states, seed.state)] == before
 
 
 def test_the_next_step_is_the_same(trained):

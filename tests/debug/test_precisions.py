@@ -70,6 +70,14 @@ def test_local_and_output_noise_name_the_layer_and_cumulative_noise_does_not(sta
     assert b.cumulative_sqnr < a.cumulative_sqnr - 15  # it is innocent
 
 
+def test_both_runs_begin_in_the_same_state():
+    """The second call of a stateful layer is not that of the first."""
+    rnn = layers.SimpleRNN(3, stateful=True, unroll=True, name="rnn")
+    model = keras.Sequential([keras.Input(batch_shape=(2, 3, 4)), rnn])
+    row = kmp.debug.compare_precisions(model, np.ones((2, 3, 4)), policy=POLICY).rows[0]
+    assert min(row.cumulative_sqnr, row.local_sqnr, row.output_sqnr) > 30
+
+
 def test_gradients(stack):
     model, x = stack
     model.compile("sgd", loss="mse")
