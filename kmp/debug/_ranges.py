@@ -39,7 +39,7 @@ class LayerRange:
     """The numbers of a call of a layer in float32.
 
     Attributes:
-        path: `layer.path`, with the number of the call if it is not the layer's first.
+        path: `layer.path`, with the number of the call if it is not the name's first.
         max_abs: the largest absolute value of its output.
         activations: what becomes of its output, by half dtype.
         max_gradient: the largest absolute gradient that arrives at its output or goes to its

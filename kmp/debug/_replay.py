@@ -54,7 +54,7 @@ class Call:
 
     @property
     def path(self) -> str:
-        """The layer's path; with a number if this is not its first call under its parent."""
+        """The layer's path; with a number if its name was called before under its parent."""
         path = path_of(self.layer)
         _, _, repeat = self.key.rpartition("#")
         return path if repeat == "1" else f"{path} (call {repeat})"
@@ -87,7 +87,7 @@ class Recorder:
         self.clock = 0
         self._watch = watch
         self._stack: list[Call] = []
-        self._counts: dict[tuple[int, int], int] = {}
+        self._counts: dict[tuple[int, str], int] = {}
         self._thread = threading.get_ident()
 
     def tick(self) -> int:
@@ -102,7 +102,7 @@ class Recorder:
     def begin(self, layer: Any, passed: Tree) -> Call:
         """A call begins inside those that are under way."""
         parent = self._stack[-1] if self._stack else None
-        place = (id(parent), id(layer))
+        place = (id(parent), layer.name)  # which layers of subclassed models may share
         self._counts[place] = self._counts.get(place, 0) + 1
         above = parent.key if parent else ""
         key = f"{above}/{layer.name}#{self._counts[place]}"

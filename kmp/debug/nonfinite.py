@@ -24,7 +24,7 @@ class NonfiniteReport:
     Attributes:
         phase: "forward", "loss" or "backward"; None if everything is finite.
         path: `layer.path` of the layer to blame, with the number of the call if it is not the
-            layer's first; None if no layer is.
+            name's first; None if no layer is.
         part: where in it: "layer" (its computation), "code" (its own code around its children),
             "cast" (of its inputs to its compute dtype), "weights" (the reduction to the gradients
             of its variables alone), "data" (the batch itself), "loss", or

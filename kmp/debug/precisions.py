@@ -24,7 +24,7 @@ class LayerPrecision:
     """A call of a layer in lower precision, against float32.
 
     Attributes:
-        path: `layer.path`, with the number of the call if it is not the layer's first.
+        path: `layer.path`, with the number of the call if it is not the name's first.
         dtype: what it computes in under the lower policy.
         max_abs: the largest finite absolute value of its float32 output.
         nonfinite: how many values of the lower output are inf or NaN.

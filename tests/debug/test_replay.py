@@ -90,3 +90,25 @@ def test_calls_know_their_parents_and_times():
         assert call.parent.span[0] < call.span[0] < call.span[1] < call.parent.span[1]
         assert call in call.parent.children
     assert {call.dtype for call in recorder.calls} == {"float16"}
+
+
+class Namesakes(keras.Model):
+    """Two layers of one name under one parent, which a functional model would refuse."""
+
+    def __init__(self):
+        super().__init__(name="namesakes")
+        self.blocks = [layers.Dense(n, kernel_initializer="ones", name="block") for n in (3, 5)]
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_layers_of_one_name_are_told_apart():
+    model = Namesakes()
+    model(np.ones((2, 4)))
+    rows = kmp.debug.compare_precisions(model, np.ones((2, 4))).rows
+    assert [row.max_abs for row in rows if "block" in row.path] == [4.0, 12.0]
+    report = kmp.debug.locate_nonfinite(model, np.full((2, 4), 4e37))
+    assert report.path == "namesakes/block (call 2)"
