@@ -23,6 +23,8 @@ def gradients(
     """Call `loss`; return its value and its gradients, without touching `.grad`."""
     value = loss()
     values = [v.value for v in variables]
+    if not values or not value.requires_grad:
+        return value.detach(), [None for _ in values]  # what torch would raise an error for
     return value.detach(), list(torch.autograd.grad(value, values, allow_unused=True))
 
 

@@ -236,6 +236,13 @@ def test_gradients_of_embeddings():
     assert report.phase is None, str(report)
 
 
+def test_nothing_to_train():
+    model = compiled(sequential(ones(1, "last")))
+    model.trainable = False
+    assert kmp.debug.locate_nonfinite(model, X, np.ones((2, 1))).phase is None
+    assert kmp.debug.compare_precisions(model, X, np.ones((2, 1))).gradient_sqnr == {}
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
