@@ -21,6 +21,7 @@ from kmp._backend.plain import (
     read,
     reduce_columns,
     step_on_replicas,
+    without_functions,
 )
 
 if keras.backend.backend() == "tensorflow":
@@ -45,7 +46,13 @@ if keras.backend.backend() == "tensorflow":
     )
     from kmp._backend.tensorflow_distribute import step_on_replicas
     from kmp._backend.tensorflow_layers import custom_gradient, fused_batch_norm
-    from kmp._backend.tensorflow_replay import gradients, is_concrete, random_state, watch_gradient
+    from kmp._backend.tensorflow_replay import (
+        gradients,
+        is_concrete,
+        random_state,
+        watch_gradient,
+        without_functions,
+    )
 elif keras.backend.backend() == "jax":
     from kmp._backend.jax import (
         after,

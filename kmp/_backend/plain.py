@@ -1,5 +1,6 @@
 """What most backends have in common; each backend's own files replace what differs."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,11 @@ from kmp._types import Gradient, Tensor, Tree, Variable
 def compiled(function: Callable) -> Callable:
     """`function` itself: its operations are there already."""
     return function
+
+
+def without_functions() -> contextlib.AbstractContextManager[None]:
+    """A context that changes nothing: no function is compiled and kept behind a model's back."""
+    return contextlib.nullcontext()
 
 
 def compiled_for() -> str | None:

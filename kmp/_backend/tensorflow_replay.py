@@ -1,6 +1,7 @@
 """What a replay in the debugging tools asks of TensorFlow."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -36,6 +37,17 @@ def gradients(
 def is_concrete(x: Any) -> bool:
     """Tell whether `x` holds numbers, which inside a `tf.function` it does not."""
     return not tf.is_symbolic_tensor(x)
+
+
+@contextlib.contextmanager
+def without_functions() -> Iterator[None]:
+    """Within, a `tf.function` runs eagerly: it would keep traces of the dtypes it is run with."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 def random_state() -> Callable[[], None]:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from kmp import _backend
 from kmp._model import layers_of
 from kmp._random_states import RandomStates
 from kmp._types import Variable
@@ -20,8 +21,8 @@ class Preserved:
     to in this thread: the states of stateful RNNs and the seeds of closures are in no list), the
     layers' collected losses, the loss object that the first training step builds, and the random
     states of Python, NumPy, Keras and the backend. Dtype policies are put back by who swaps them;
-    nothing steps the optimizer or calls a cached function. `restore` puts it all back in between,
-    so that the next replay draws the same dropout masks.
+    nothing steps the optimizer, calls a cached function or leaves a new one. `restore` puts it all
+    back in between, so that the next replay draws the same dropout masks.
 
     Args:
         model: a built `keras.Model`.
@@ -42,6 +43,7 @@ class Preserved:
         self._use_a_fresh_loss()
         self.replaced = contextlib.ExitStack()
         self.replaced.enter_context(_noting(self._note))
+        self.replaced.enter_context(_backend.without_functions())
         return self
 
     def __exit__(self, *exception: Any) -> None:

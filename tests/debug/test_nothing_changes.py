@@ -189,6 +189,28 @@ def test_variables_that_no_list_has(tool):
     assert [bits(v.value) for v in (*rnn.states, seed.state)] == before
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="about tf.function")
+@pytest.mark.parametrize("tool", [kmp.debug.compare_precisions, kmp.debug.diagnose])
+def test_a_function_keeps_no_trace_in_another_dtype(tool):
+    import tensorflow as tf
+
+    class Function(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.embedding = layers.Embedding(5, 2, dtype="mixed_float16")
+
+        @tf.function
+        def call(self, x):
+            return self.embedding(x)
+
+    model = Function()
+    model(ops.ones((1, 3), "int32"))
+    words = ops.ones((2, 3), "int32")
+    tool(model, words)
+    assert model(words).dtype == "float16"
+    assert not tf.config.functions_run_eagerly()
+
+
 def test_the_next_step_is_the_same(trained):
     """The proof of the pudding: two runs from the same weights, one of them looked into."""
     model, x, y = trained
