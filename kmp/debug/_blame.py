@@ -53,29 +53,43 @@ def first_bad_value(recorder: Recorder) -> Blame | None:
     """The first place of a forward pass whose numbers are not finite.
 
     What later layers answer with finite numbers, such as a mask of -inf before a softmax, is meant.
+    A batch that is not finite itself is to blame unless a call made such numbers of finite ones.
     """
     bad = _Bad(recorder.calls)
+    data = None
     events = [(call.span[0], call, "input") for call in recorder.calls]
     events += [(call.span[1], call, "output") for call in recorder.calls]
     for time, call, role in sorted(events, key=lambda event: event[0]):
         if not bad.outputs_of(call) or bad.is_answered(call):
             continue
-        outputs = measure(call.outputs)
-        if role == "output":
-            last = _finished_before(call, time)
-            if last is not None:
-                return Blame("forward", call, "code", last, None, measure(last.outputs), outputs)
-            return Blame("forward", call, "layer", inputs=measure(call.received), outputs=outputs)
-        passed, received = measure(call.passed), measure(call.received)
-        if is_bad(passed) and call.parent is None:
-            return Blame("forward", None, "data", outputs=passed)
-        if is_bad(passed):
-            parent: Any = call.parent
-            last = _finished_before(parent, time)
-            inputs = measure(last.outputs if last else parent.received)
-            return Blame("forward", parent, "code", last, call, inputs, passed)
-        if is_bad(received):
-            return Blame("forward", call, "cast", inputs=passed, outputs=received)
+        blame = _blame_at(time, call, role)
+        if blame is None:
+            continue
+        if blame.call is None:
+            data = blame
+        elif data is None or not is_bad(measure(blame.call.passed)):
+            return blame
+    return data
+
+
+def _blame_at(time: int, call: Call, role: str) -> Blame | None:
+    """Who made what is not finite at one end of a call, None if it shows only at the other."""
+    outputs = measure(call.outputs)
+    if role == "output":
+        last = _finished_before(call, time)
+        if last is not None:
+            return Blame("forward", call, "code", last, None, measure(last.outputs), outputs)
+        return Blame("forward", call, "layer", inputs=measure(call.received), outputs=outputs)
+    passed, received = measure(call.passed), measure(call.received)
+    if is_bad(passed) and call.parent is None:
+        return Blame("forward", None, "data", outputs=passed)
+    if is_bad(passed):
+        parent: Any = call.parent
+        last = _finished_before(parent, time)
+        inputs = measure(last.outputs if last else parent.received)
+        return Blame("forward", parent, "code", last, call, inputs, passed)
+    if is_bad(received):
+        return Blame("forward", call, "cast", inputs=passed, outputs=received)
     return None
 
 

@@ -105,9 +105,10 @@ def locate_nonfinite(
 ) -> NonfiniteReport:
     """Name the first layer, forward or backward, whose output or gradient leaves the range.
 
-    Replays one batch, eagerly: forward as in training, then, if all of it is finite and `y` is
-    given, backward from the compiled loss times the loss scale. The layer to blame is run once more
-    in float32, to tell a number that is too large for its dtype from one that is wrong in any.
+    Replays one batch, eagerly: forward as in training, then, if `y` is given, backward from the
+    compiled loss times the loss scale. What a later layer or the loss answers with finite numbers,
+    such as a mask of -inf, is meant. The layer to blame is run once more in float32, to tell a
+    number that is too large for its dtype from one that is wrong in any.
     Sequential, functional and subclassed models, nested and shared layers. Everything is put back:
     weights, statistics, metrics, the optimizer, dtype policies, random states; also when the model
     raises.
@@ -169,18 +170,20 @@ def first_blame(
     """
     preserved.restore()
     recorder, outputs = forward(model, batch[0], training=True)
+    blame = None
     if is_bad(measure(outputs)):
         blame = first_bad_value(recorder)
-        return blame or Blame("forward", None, "model", outputs=measure(outputs))
+        blame = blame or Blame("forward", None, "model", outputs=measure(outputs))
     if scale is None:
-        return None
+        return blame
     preserved.restore()
     cotangents = Cotangents()
     keys = {call.key for call in recorder.calls}
     loss, gradients = backward(model, batch, scale, keys, cotangents.record)
-    if not np.isfinite(ops.convert_to_numpy(loss)):
-        return Blame("loss", None, "loss", inputs=measure(outputs), outputs=(tensor_stats(loss),))
-    return cotangents.first_bad(gradients, model.trainable_variables)
+    if np.isfinite(ops.convert_to_numpy(loss)):  # the loss answers what its inputs are on purpose
+        return cotangents.first_bad(gradients, model.trainable_variables)
+    inputs = measure(outputs)
+    return blame or Blame("loss", None, "loss", inputs=inputs, outputs=(tensor_stats(loss),))
 
 
 def _cause(

@@ -164,6 +164,26 @@ def test_a_mask_of_minus_inf_before_a_softmax_is_meant():
     assert report.path == "mask", str(report)
 
 
+def test_a_mask_that_the_loss_answers_is_meant():
+    inputs = keras.Input((4,))
+    mask = Mask(dtype=HALF, name="mask")(inputs)
+    model = keras.Model(inputs, layers.Add(dtype=HALF)([ones(4, "logits")(inputs), mask]))
+    compiled(model, lambda y, p: ops.mean(ops.where(y < 0, p, y * ops.softmax(p))))
+    y = np.array([[1.0, 0.0, 0.0, 0.0]] * 2)
+    assert kmp.debug.locate_nonfinite(model, X, y, scale=1.0).phase is None
+    # d loss / d logits of the first class is 1/8 * 1/4.
+    assert kmp.debug.locate_nonfinite(model, X, y, scale=2.0**22).phase == "backward"
+    assert kmp.debug.locate_nonfinite(model, X, -y - 1, scale=1.0).path == "mask"
+
+
+def test_a_batch_that_the_model_fills_in_is_meant():
+    fill = layers.Lambda(lambda x: ops.where(ops.isnan(x), 1.0, x), name="fill")
+    loud = layers.Rescaling(6e4, name="loud", dtype=HALF)
+    model = sequential(fill, ones(4, "first"), loud)
+    report = kmp.debug.locate_nonfinite(model, X * np.nan)
+    assert report.path == "net/loud", str(report)
+
+
 def test_layers_that_hand_on_what_they_are_given():
     """Their output is their input, the same tensor."""
     loud = layers.Rescaling(6e4, name="loud", dtype=HALF)
