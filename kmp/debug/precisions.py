@@ -1,8 +1,9 @@
 """What a lower precision changes, layer by layer, with the same weights."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -129,7 +130,7 @@ def compare_precisions(
 
     Raises:
         ValueError: the model is not built, or not compiled; `policy` does not compute in half
-            precision.
+            precision, or the model does not run under it.
 
     Example:
 
@@ -150,7 +151,7 @@ def compare_precisions(
         with under(model, "float32"):
             reference, outputs = forward(model, batch[0], training=False)
         preserved.restore()
-        with under(model, policy):
+        with _all_under(model, policy):
             lower, lower_outputs = forward(model, batch[0], training=False)
         units = {unit.head: unit for unit in units_of(model)}
         alone = {}
@@ -166,6 +167,20 @@ def compare_precisions(
         )
         gradients = {} if y is None else _gradient_sqnr(model, batch, policy, reference, preserved)
     return PrecisionReport(policy, rows, sqnr_of(outputs, lower_outputs), gradients)
+
+
+@contextlib.contextmanager
+def _all_under(model: keras.Model, policy: str) -> Iterator[None]:
+    """Within, all layers compute under `policy`; what they cannot run is said so."""
+    try:
+        with under(model, policy):
+            yield
+    except Exception as error:
+        raise ValueError(
+            f"`model` of compare_precisions must run under `policy`. Received: {model.name!r}, "
+            f"which raises {type(error).__name__} where all its layers compute under {policy!r}. "
+            "kmp.debug.diagnose names the layers to keep in float32."
+        ) from error
 
 
 def output_sqnr(
@@ -244,7 +259,7 @@ def _gradient_sqnr(
     peak = max(peak, max_abs([g for g in right if g is not None]))
     scale = min(loss_scale_of(model), advised_scale(peak))
     preserved.restore()
-    with under(model, policy):
+    with _all_under(model, policy):
         given = _numbers(backward(model, batch, scale, set(), record, training=False)[1])
     pairs = zip(model.trainable_variables, right, given, strict=True)
     return {

@@ -142,6 +142,20 @@ def test_the_policy_must_be_half(stack, tool, policy):
     assert model.layers[0].dtype_policy.name == "float32"
 
 
+def test_a_model_that_does_not_run_in_half_is_told():
+    def only_float32(x):
+        if keras.backend.standardize_dtype(x.dtype) != "float32":
+            raise TypeError("no such kernel")
+        return x
+
+    layer = layers.Lambda(only_float32, output_shape=lambda s: s, name="full")
+    model = keras.Sequential([keras.Input((4,)), layer], name="net")
+    with pytest.raises(ValueError, match=r"under 'mixed_bfloat16'\. kmp\.debug\.diagnose") as error:
+        kmp.debug.compare_precisions(model, np.ones((2, 4)), policy=POLICY)
+    assert isinstance(error.value.__cause__, TypeError)
+    assert kmp.debug.diagnose(model, np.ones((2, 4))).float32_layers == ("net/full",)
+
+
 def test_progress_is_shown_when_asked_for(stack, capsys):
     model, x = stack
     kmp.debug.compare_precisions(model, x, policy=POLICY)
