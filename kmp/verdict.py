@@ -207,8 +207,11 @@ def _underflow(
     advice = _higher_scale(report, rule)
     watched = significant(report, float16)
     zeros = report.column("zero_share")
-    # Where all of the model's gradients are zero so is the loss's: its weights, or a hinge of zero.
-    if watched and report.grad_norm and all(zeros[path] == 1 for path in watched):
+    # Where float32 layers have gradients of zero too, nobody has lost them: the loss is flat, by
+    # weights of zero or a satisfied hinge.
+    lossless = [path for path in report.paths if path not in float16]
+    is_flat = bool(lossless) and not report.grad_norm
+    if watched and not is_flat and all(zeros[path] == 1 for path in watched):
         return Verdict(
             "UNDERFLOW", watched[-1], "every gradient of the float16 layers is exactly zero", advice
         )

@@ -157,12 +157,15 @@ def test_a_bias_before_batch_normalization_is_no_underflow():
     assert (found.state, found.blame) == ("UNDERFLOW", "conv/bias")
 
 
-@pytest.mark.parametrize("rest, state", [(0.0, "HEALTHY"), (1.0, "UNDERFLOW")])
-def test_gradients_of_zero_that_nothing_has_lost(rest, state):
-    """A loss of weight zero has no other."""
+@pytest.mark.parametrize(
+    "rest, layers, state",
+    [(0.0, 1, "HEALTHY"), (1.0, 1, "UNDERFLOW"), (0.0, 2, "UNDERFLOW")],
+    ids=["flat loss", "lost", "all in float16"],
+)
+def test_gradients_of_zero_that_nothing_has_lost(rest, layers, state):
+    """A float32 layer that has gradients of zero too tells a flat loss from a lost gradient."""
     zeros = report([0.0, rest], zeros=[1, 1 - rest])
-    half = {zeros.paths[0]: "conv"}
-    arguments = {"float16": half, "update_ratios": []}
+    arguments = {"float16": dict.fromkeys(zeros.paths[:layers], "conv"), "update_ratios": []}
     rule = kmp.StaticLossScale(1.0)
     assert verdict.judge(zeros, None, None, rule, verdict.Limits(), **arguments).state == state
 
