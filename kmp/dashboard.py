@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kmp import _sample
+from kmp.health import OVERFLOW_STEPS
 from kmp.report import GradientReport
 from kmp.summaries import SummaryWriter
 from kmp.verdict import Verdict
@@ -53,6 +54,7 @@ class Dashboard:
 
     Args:
         log_dir: the run's directory, as of `kmp.summaries.SummaryWriter`.
+        before: the report at its beginning, whose overflows are not this run's; None if it is new.
 
     Example:
 
@@ -62,19 +64,19 @@ class Dashboard:
     >>> board.close()
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str]):
+    def __init__(self, log_dir: str | os.PathLike[str], before: GradientReport | None = None):
         self._writer = SummaryWriter(log_dir)
         self._writer.custom_scalars_layout(LAYOUT)
         self._looks = 0
         self._history: list[tuple[np.ndarray, np.ndarray]] = []
-        self._overflows: np.ndarray | float = 0.0
+        self._overflows = before.matrix[:, OVERFLOW_STEPS] if before else np.zeros(())
 
     def write(self, report: GradientReport, verdict: Verdict, update_ratio: float) -> None:
         """Write one look: the report, what it was judged, and its median log10 update ratio."""
         self._writer.scalars(_scalars(report, verdict, update_ratio), report.step)
         text = f"**{verdict}**\n\n```\n{report}\n```"
         self._writer.text("mixed_precision/report", text, report.step)
-        overflows = report.matrix[:, 4]
+        overflows = report.matrix[:, OVERFLOW_STEPS]
         self._history.append((report.matrix[:, 0], overflows > self._overflows))
         self._history, self._overflows = self._history[-_LOOKS:], overflows.copy()
         self._looks += 1

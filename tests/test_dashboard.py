@@ -12,6 +12,7 @@ from PIL import Image
 from test_summaries import tensorboard_server
 
 import kmp
+from kmp import dashboard
 from kmp.dashboard import LAYOUT, heat_map
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step")
@@ -129,6 +130,22 @@ def test_the_heat_map_is_red_where_a_variable_overflowed():
     ]
     assert pixels[0, 0].sum() > pixels[1, 0].sum()  # larger is lighter
     assert tuple(pixels[0, 0]) == tuple(pixels[0, 1])
+
+
+def test_an_overflow_of_an_earlier_fit_is_not_red(tmp_path, monkeypatch):
+    looks = []
+
+    def draw(paths, seen):
+        looks.append(seen[-1][1])
+        return heat_map(paths, seen)
+
+    monkeypatch.setattr(dashboard, "heat_map", draw)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd"), loss="mse")
+    watch = kmp.callbacks.GradientHealth(tmp_path)
+    for target in (np.inf, 1.0):
+        model.fit(np.ones((4, 1)), np.full((4, 1), target), verbose=0, callbacks=[watch])
+    np.testing.assert_array_equal(looks, [[True, True], [False, False]])
 
 
 def test_a_heat_map_of_zeros_can_be_drawn():

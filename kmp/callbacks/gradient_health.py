@@ -155,7 +155,7 @@ class GradientHealth(keras.callbacks.Callback):
             self._past.append(report)  # what happened before is not this run's
         self._warn_of_unscaled_float16()
         if self.log_dir is not None:
-            self._dashboard = Dashboard(self.log_dir)
+            self._dashboard = Dashboard(self.log_dir, report)
 
     def on_epoch_begin(self, epoch, logs=None):
         model = self.model  # on JAX this brings the optimizer's variables up to date
