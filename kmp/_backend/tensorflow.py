@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras import ops
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
@@ -185,7 +186,10 @@ def restore_after_skip(
     def step(data):
         if tf.distribute.has_strategy():
             return train_step(data)  # each replica's statistics are Keras's to reduce
-        if not model.optimizer.built:  # the state to keep has to be there
+        # The state to keep has to be there. Metrics are built by Keras's own step, in its course.
+        of_keras = type(model).train_step is keras.Model.train_step
+        metrics_built = getattr(model._compile_metrics, "built", True)
+        if not (model.optimizer.built and (metrics_built or not of_keras)):
             model._symbolic_build(data_batch=data)
         optimizer, undone = model.optimizer, undone_of(model)
         before = [tf.identity(v.value) for v in [optimizer.skipped_steps, *undone]]

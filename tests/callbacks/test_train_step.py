@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from conftest import BACKEND
 from keras import ops
 from linear_runs import JIT, RATE, SPE, data, fit, linear_model
 
@@ -37,6 +38,15 @@ def test_the_loss_is_the_mean_of_the_steps_that_counted(callback, spe):
     np.testing.assert_array_equal(history["loss"], expected["loss"])
     np.testing.assert_array_equal(history["mae"], expected["mae"])
     assert history["skipped_steps"] == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+@pytest.mark.parametrize("callback", CALLBACKS)
+def test_a_first_step_that_is_skipped_leaves_no_metric(callback):
+    """Nor one that is only built in it, as in eager mode on TensorFlow."""
+    model = linear_model(metrics=["mae"], run_eagerly=BACKEND == "tensorflow")
+    history = fit(model, [callback()], poisoned=[0])
+    assert history["mae"] == losses_without([0], 1, metrics=["mae"])["mae"]
 
 
 @pytest.mark.parametrize("spe", SPE)
