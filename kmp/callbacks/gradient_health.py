@@ -149,7 +149,7 @@ class GradientHealth(keras.callbacks.Callback):
         step = report.step if report else 0
         if self._model.optimizer is not self._optimizer:
             self._begin(self._model.optimizer, step)
-        self._cadence.epoch_start = step
+        self._cadence.epoch_start, self._epoch_steps = step, 1
         self._past.clear()
         if report and report.step:
             self._past.append(report)  # what happened before is not this run's
@@ -160,8 +160,9 @@ class GradientHealth(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         model = self.model  # on JAX this brings the optimizer's variables up to date
         if model.optimizer.built:
-            steps = (self.params or {}).get("steps")
-            last = self._cadence.epoch_start + steps if steps else 0
+            # Where nobody knows how many: as many as in the epoch before, in the first the first.
+            steps = (self.params or {}).get("steps") or self._epoch_steps
+            last = self._cadence.epoch_start + steps
             model.optimizer.sample_gradients(self.update_freq, and_at=last)
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -172,6 +173,7 @@ class GradientHealth(keras.callbacks.Callback):
         report = self._look()
         if report is None:
             return
+        self._epoch_steps = report.step - self._cadence.epoch_start
         self._cadence.epoch_start = report.step
         if logs is not None:
             logs["loss_scale"] = report.loss_scale

@@ -109,6 +109,18 @@ def test_steps_in_tensorboard_are_true_training_steps(tmp_path, spe, update_freq
         assert dict(found[f"grad_norm/{path}"])[24] == np.float32(norm)
 
 
+@pytest.mark.parametrize("epochs, sampled", [(1, 1), (2, 24)])
+def test_details_are_known_where_the_length_of_an_epoch_is_not(epochs, sampled):
+    class Watch(kmp.callbacks.GradientHealth):
+        def set_params(self, params):
+            super().set_params({**params, "steps": None})  # as with a generator
+
+    model = linear_model()
+    history = fit(model, [Watch()], epochs=epochs)
+    assert np.isfinite(history["lost_share"]).all()
+    assert ops.convert_to_numpy(model.optimizer.sampling)[3] == sampled
+
+
 def test_a_second_fit_goes_on_counting(tmp_path):
     watch = kmp.callbacks.GradientHealth(log_dir=tmp_path, update_freq=5)
     model = linear_model()
