@@ -130,6 +130,7 @@ class GradientHealth(keras.callbacks.Callback):
         """Forget what another optimizer has measured."""
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
+        self._ratio = math.nan
         self._optimizer = optimizer
         self._cadence = Cadence(self.update_freq, step)
         self._warned: set[str] = set()
@@ -182,7 +183,7 @@ class GradientHealth(keras.callbacks.Callback):
             logs["headroom_bits"] = report.headroom_bits
             logs["degraded_share"] = _mean(report.degraded_share)
             logs["lost_share"] = _mean(report.lost_share)
-            logs["update_ratio"] = self._update_ratio(report)
+            logs["update_ratio"] = self._ratio
             logs["verdict"] = self.verdict.code if self.verdict else 0
 
     def on_train_end(self, logs=None):
@@ -195,7 +196,8 @@ class GradientHealth(keras.callbacks.Callback):
         if report is None or (self.report and self.report.step == report.step):
             return report
         self.report = report
-        ratio = self._update_ratio(report)
+        layers = self._layers()
+        ratio = self._ratio = self._update_ratio(report)
         if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
             self._update_ratios.append(ratio)
         self.verdict = judge(
@@ -204,13 +206,13 @@ class GradientHealth(keras.callbacks.Callback):
             self._reference(report),
             self._model.optimizer.loss_scale,
             self.limits,
-            float16=self._layers("float16"),
+            float16={p: x.path for p, x in layers.items() if x.compute_dtype == "float16"},
             update_ratios=list(self._update_ratios),
         )
         self._past.append(report)
-        self._warn(report)
+        self._warn(report, {path: layer.path for path, layer in layers.items()})
         if self._dashboard is not None:
-            self._dashboard.write(report, self.verdict, self._update_ratio(report))
+            self._dashboard.write(report, self.verdict, ratio)
         return report
 
     def _reference(self, report: GradientReport) -> GradientReport | None:
@@ -220,12 +222,11 @@ class GradientHealth(keras.callbacks.Callback):
         settled = [past for past in self._past if past.step >= FIRST_STEPS]
         return settled[0] if settled else None
 
-    def _layers(self, *compute_dtypes: str) -> dict[str, str]:
-        """`{path of a trainable variable: path of its layer}`, of layers that compute in these."""
+    def _layers(self) -> dict[str, keras.Layer]:
+        """`{path of a trainable variable: its layer}`."""
         return {
-            variable.path: layer.path
+            variable.path: layer
             for layer in layers_of(self._model)
-            if layer.compute_dtype in compute_dtypes or not compute_dtypes
             for variable in layer._trainable_variables
         }
 
@@ -236,10 +237,10 @@ class GradientHealth(keras.callbacks.Callback):
         chosen = [x for path, x in ratios.items() if path in matrices] or list(ratios.values())
         return float(np.median(chosen)) if chosen else math.nan
 
-    def _warn(self, report: GradientReport) -> None:
+    def _warn(self, report: GradientReport, layers: dict[str, str]) -> None:
         norms, zeros = report.column("l2_norm"), report.column("zero_share")
         # A variable without a gradient has a row of zeros: not even its zeros are counted.
-        known = set(significant(report, self._layers()))
+        known = set(significant(report, layers))
         measured = {p: norm for p, norm in norms.items() if (norm or zeros[p]) and p in known}
         overflowed = {
             path: f"{count} of {report.step} steps" for path, count in report.overflowed.items()

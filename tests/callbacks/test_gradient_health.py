@@ -13,7 +13,7 @@ from keras import ops
 from tensorboard.backend.event_processing import event_file_loader
 
 import kmp
-from kmp.callbacks import _sampler
+from kmp.callbacks import _sampler, gradient_health
 
 SPE = [1] if BACKEND == "torch" else [1, 4]
 
@@ -263,6 +263,18 @@ def test_each_look_is_one_transfer(monkeypatch):
     monkeypatch.setattr(ops, "convert_to_numpy", convert)
     assert _sampler.read_report(model).step == 12
     assert len(transfers) == 1
+
+
+def test_a_look_walks_through_the_model_once(monkeypatch):
+    walks, model = [], linear_model()
+    watch = kmp.callbacks.GradientHealth()
+    fit(model, [watch])
+    real = watch._update_ratio
+    monkeypatch.setattr(watch, "_update_ratio", lambda report: walks.append(0) or real(report))
+    monkeypatch.setattr(gradient_health, "layers_of", lambda x: walks.append(1) or x.layers)
+    watch.report = None
+    watch.on_epoch_end(0, {})
+    assert sorted(walks) == [0, 1]
 
 
 def test_counters_travel_exactly():
