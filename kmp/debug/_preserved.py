@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from kmp import _backend
-from kmp._model import layers_of
+from kmp._model import layers_of, path_of
 from kmp._random_states import RandomStates
 from kmp._types import Variable
 
@@ -26,6 +26,9 @@ class Preserved:
 
     Args:
         model: a built `keras.Model`.
+
+    Raises:
+        ValueError: within, by a layer that would make its weights only now.
     """
 
     def __init__(self, model: keras.Model):
@@ -43,6 +46,7 @@ class Preserved:
         self._use_a_fresh_loss()
         self.replaced = contextlib.ExitStack()
         self.replaced.enter_context(_noting(self._note))
+        self.replaced.enter_context(_refusing_weights())
         self.replaced.enter_context(_backend.without_functions())
         return self
 
@@ -102,3 +106,24 @@ def _noting(note: Callable[[Variable], None]) -> Iterator[None]:
         yield
     finally:
         keras.Variable._direct_assign = assign
+
+
+@contextlib.contextmanager
+def _refusing_weights() -> Iterator[None]:
+    """Within, no layer that this thread calls makes weights."""
+    add_weight, thread = keras.Layer.add_weight, threading.get_ident()
+
+    def refused(self, *args, **kwargs):
+        if threading.get_ident() != thread:
+            return add_weight(self, *args, **kwargs)
+        raise ValueError(
+            "`model` must have all its weights, for the tools change nothing. Received: a model "
+            f"whose layer {path_of(self)!r} would make them only now. Call "
+            "model(x, training=True) once before."
+        )
+
+    keras.Layer.add_weight = refused
+    try:
+        yield
+    finally:
+        keras.Layer.add_weight = add_weight

@@ -63,6 +63,7 @@ def state_of(model):
         "attributes": attributes,
         "methods": [
             keras.Layer.__call__,
+            keras.Layer.add_weight,
             keras.Operation.__call__,
             keras.Variable._direct_assign,
         ],
@@ -187,6 +188,33 @@ def test_variables_that_no_list_has(tool):
     before = [bits(v.value) for v in (*rnn.states, seed.state)]
     tool(model, x)
     assert [bits(v.value) for v in (*rnn.states, seed.state)] == before
+
+
+class Auxiliary(keras.Model):
+    """Calls one of its layers in training alone."""
+
+    def __init__(self):
+        super().__init__(name="auxiliary")
+        self.body, self.aux = layers.Dense(2, name="body"), layers.Dense(2, name="aux")
+
+    def build(self, shape):
+        self.body.build(shape)
+
+    def call(self, x, training=False):
+        return self.body(x) + self.aux(x) if training else self.body(x)
+
+
+@pytest.mark.parametrize("tool", [kmp.debug.locate_nonfinite, kmp.debug.diagnose])
+def test_weights_that_only_training_makes_are_asked_for(tool):
+    model = Auxiliary()
+    x = np.ones((2, 3), "float32")
+    model(x)
+    with pytest.raises(ValueError, match=r"'auxiliary/aux' .* Call model\(x, training=True\) once"):
+        tool(model, x)
+    assert not model.aux.weights
+    model(x, training=True)
+    tool(model, x)
+    assert len(model.weights) == 4
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="about tf.function")
