@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 from keras import ops
 
 # Masks ride on tensors; Keras has no public way to read them.
@@ -246,11 +247,20 @@ def call_model(model: keras.Model, x: Tree, training: bool) -> Tree:
 
 
 def as_batch(tree: Tree) -> Tree:
-    """Arrays as tensors, floats in `keras.config.floatx()` as `fit` would pass them."""
+    """Arrays as tensors, floats in `keras.config.floatx()` as `fit` would pass them.
+
+    Raises:
+        ValueError: it holds what is no array, such as a whole data set.
+    """
 
     def one(x):
         if x is None:
             return None
+        if not (hasattr(x, "shape") or hasattr(x, "__array__") or np.isscalar(x)):
+            raise ValueError(
+                "The data must be one batch, of arrays in any structure. Received: "
+                f"{type(x).__name__}. Pass the arrays of one of its batches."
+            )
         dtype = keras.config.floatx() if is_float(x) else None
         return ops.convert_to_tensor(x, dtype)
 

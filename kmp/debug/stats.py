@@ -77,7 +77,7 @@ def tensor_stats(x: Tensor) -> TensorStats:
         A `TensorStats`; `str` of it is one line.
 
     Raises:
-        ValueError: `x` is being traced and holds no numbers, or is no tensor of numbers.
+        ValueError: `x` is being traced and holds no numbers, or is no tensor of real numbers.
 
     Example:
 
@@ -85,6 +85,11 @@ def tensor_stats(x: Tensor) -> TensorStats:
     float16[4] on ..., from -4 to 2.98...e-06, 1 zero, 1 subnormal, 1 inf
     """
     tensor: Any = x.value if isinstance(x, keras.Variable) else x
+    if "complex" in str(getattr(tensor, "dtype", "")):
+        raise ValueError(
+            f"`x` must be a tensor of real numbers. Received: x of dtype {tensor.dtype}. Measure "
+            "its parts, keras.ops.real(x) and keras.ops.imag(x)."
+        )
     try:
         dtype = keras.backend.standardize_dtype(tensor.dtype)
         is_float = keras.backend.is_float_dtype(dtype)

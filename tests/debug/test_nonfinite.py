@@ -263,12 +263,24 @@ def test_nothing_to_train():
     assert kmp.debug.compare_precisions(model, X, np.ones((2, 1))).gradient_sqnr == {}
 
 
+class Batches(keras.utils.PyDataset):
+    """Two batches."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return X, X
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (lambda: (keras.Sequential([ones(1, "a")]), X), "must be built"),
         (lambda: (sequential(ones(1, "a")), X, X), "must be compiled"),
         (lambda: (ones(1, "a"), X), "must be a keras.Model"),
+        (lambda: (sequential(ones(1, "a")), Batches()), "one batch, .* Received: Batches. Pass"),
+        (lambda: (sequential(ones(1, "a")), iter([X])), "one batch, .* Received: list_iterator"),
         (lambda: (compiled(sequential(ones(1, "a"))), X, X, None, 0.0), "`scale` of locate_nonf"),
     ],
 )

@@ -39,3 +39,9 @@ def test_arrays_variables_and_integers():
 def test_what_is_no_tensor_of_numbers(x):
     with pytest.raises(ValueError, match=r"must be a tensor of numbers\. Received: x="):
         kmp.debug.tensor_stats(x)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, ops.convert_to_tensor])
+def test_complex_numbers_are_refused(convert):
+    with pytest.raises(ValueError, match=r"of real numbers\. Received: x of dtype .*complex64"):
+        kmp.debug.tensor_stats(convert(np.array([1 + 2j], "complex64")))
