@@ -210,7 +210,9 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         self.step_counter.assign(ops.cast(finite_steps, self.step_counter.dtype))
         self.consecutive_skips.assign(state.overflows)
         self.skipped_steps.assign_add(ops.cast(skipped, "int32"))
-        self._iterations.assign_add(1)
+        # One, once the verdict is there: at the end of data of unknown length TensorFlow's loop runs
+        # a step without any, in which what waits for no gradient would count.
+        self._iterations.assign_add(ops.where(finite, 1, 1))
         self.loss_nonfinite.assign(ops.zeros((), "float32"))
         if self._window is not None:
             self._window.record(finite)

@@ -68,7 +68,8 @@ class LossTracker(keras.metrics.Mean):
         self.latest.assign(ops.where(finite, loss, latest))
         self.counted_steps.assign(counted + ops.cast(counts, "int32"))
         self.nonfinite_losses.assign(ops.where(finite, ops.zeros_like(nonfinite), nonfinite + 1))
-        self.seen_steps.assign(ops.convert_to_tensor(self.seen_steps) + 1)
+        one = ops.where(finite, 1, 1)  # once there is a loss: see ScaledStep.record
+        self.seen_steps.assign(ops.convert_to_tensor(self.seen_steps) + one)
 
     def reset_state(self):
         super().reset_state()

@@ -175,6 +175,20 @@ def test_evaluation_hides_nothing_and_files_load_without_kmp(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.only("tensorflow")
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_end_of_data_of_unknown_length_is_no_step(jit):
+    """There TensorFlow's loop runs a step whose data do not come."""
+    import tensorflow as tf
+
+    unknown = tf.data.Dataset.from_tensor_slices(data()).filter(lambda x, y: True).batch(4)
+    model, guard = linear_model(jit_compile=jit), kmp.callbacks.TerminateOnNaN()
+    model.fit(unknown, epochs=3, shuffle=False, verbose=0, callbacks=[guard])
+    progress = read_progress(model)
+    assert (progress.step, progress.seen_steps, progress.counted_steps) == (36, 36, 36)
+
+
 @pytest.mark.only("tensorflow")  # elsewhere Keras itself refuses such a model
 @pytest.mark.filterwarnings("ignore:Step", "ignore:.* sees no loss")
 @pytest.mark.parametrize("callback", CALLBACKS)
