@@ -53,7 +53,9 @@ def check_built(model: Any) -> None:
     """Raise TypeError unless `model` is a Keras model, ValueError unless it is built."""
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"`model` must be a keras.Model. Received: {model!r} (of type {type(model).__name__})."
+            f"`model` must be a keras.Model. Received: {model!r} (of type {type(model).__name__}). "
+            "Write keras.Sequential([layer]) for one layer; its policy alone is set by "
+            "layer.dtype_policy = kmp.Policy(...)."
         )
     if not model.built:
         raise ValueError(
