@@ -210,8 +210,8 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         self.step_counter.assign(ops.cast(finite_steps, self.step_counter.dtype))
         self.consecutive_skips.assign(state.overflows)
         self.skipped_steps.assign_add(ops.cast(skipped, "int32"))
-        # One, once the verdict is there: at the end of data of unknown length TensorFlow's loop runs
-        # a step without any, in which what waits for no gradient would count.
+        # One, once the verdict is there: at the end of data of unknown length TensorFlow's loop
+        # runs a step without any, in which what waits for no gradient would count.
         self._iterations.assign_add(ops.where(finite, 1, 1))
         self.loss_nonfinite.assign(ops.zeros((), "float32"))
         if self._window is not None:
