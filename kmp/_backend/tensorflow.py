@@ -72,7 +72,7 @@ def gradient_rows(gradient: Gradient) -> Tensor:
 def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
     """The numbers of a gradient at each so many places along each axis; zero where it has none."""
     if not isinstance(gradient, tf.IndexedSlices):
-        return gradient[tuple(slice(None, None, stride) for stride in strides)]
+        return plain.gradient_sample(gradient, strides)
     first, *others = strides
     sampled = gradient.indices % first == 0
     rows = tf.where(sampled, gradient.indices // first, -1)  # negative ones are left out
