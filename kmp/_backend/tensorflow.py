@@ -203,8 +203,12 @@ def restore_after_skip(
 
 
 def compiled_for() -> str | None:
-    """What XLA compiles for, "cpu", "gpu" or "tpu"; None outside of it."""
-    return platform() if inside_xla() else None
+    """The accelerator that XLA compiles for, "gpu" or "tpu"; None on CPUs and outside of XLA.
+
+    What "cpu" stands for, small gradients measured with the check, made the step of an MLP slower
+    here: 1.14 to 1.17 times plain Adam's, where it had been 0.99.
+    """
+    return platform() if inside_xla() and platform() != "cpu" else None
 
 
 def platform() -> str:
