@@ -67,18 +67,23 @@ def gather(
 
 
 def reduce_parts(
-    look: Callable[[Tensor], Columns], parts: Sequence[Part], number: int, together: bool
-) -> Columns:
+    look: Callable[[Tensor], Columns],
+    join: Callable[[Columns], Tensor],
+    parts: Sequence[Part],
+    number: int,
+    together: bool,
+) -> Tensor:
     """Reduce what `look` sees of each gradient.
 
     Args:
         look: elementwise; columns of the shape of its argument, 0 where that is 0.
+        join: from such columns, reduced and a number for each gradient, what is wanted of each.
         parts: from `gather`.
         number: of variables.
         together: whether large gradients of one shape go together too, as a stack.
 
     Returns:
-        [number] each, in the dtype of `look`; 0 where there is no gradient.
+        [number, ...], of what `join` returns; that of zeros where there is no gradient.
     """
     groups: dict[Any, list[Part]] = {}
     for part in parts:
@@ -91,11 +96,12 @@ def reduce_parts(
     if len(order) < number:
         found.append(look(ops.zeros((1,))))
     columns = [ops.concatenate(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True)]
+    joined = join(tuple(columns))
     if order == list(range(number)):
-        return tuple(columns)
+        return joined
     places = np.full(number, len(order), "int32")  # of the zero, unless there is a gradient
     places[order] = np.arange(len(order))
-    return tuple(ops.take(x, places, axis=0) for x in columns)
+    return ops.take(joined, places, axis=0)
 
 
 def _group(part: Part, together: bool) -> tuple:

@@ -24,6 +24,7 @@ class Measured(NamedTuple):
         finite: bool[], whether all of them are finite.
         loss_finite: bool[], False where the loss is known not to be finite.
         nonfinite: float32[num_variables], how many numbers of each are not finite.
+        blamed: what `health.blame` says of those.
         due: whether to measure the levels, and the details: bool[] each, if anything is measured.
         levels: float32[num_variables, 4], from `health.measure`, maybe of an earlier step.
         sample: float32[2 * n], of the scaled gradients and of the weights before the update.
@@ -34,6 +35,7 @@ class Measured(NamedTuple):
     finite: Tensor
     loss_finite: Tensor
     nonfinite: Tensor
+    blamed: tuple[Tensor, Tensor]
     due: Any = None
     levels: Tensor | None = None
     sample: Tensor | None = None
@@ -156,9 +158,10 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         if measures:
             due = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
         loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
-        finite, loss_finite, due = _backend.verdict(nonfinite, loss_nonfinite, due)
+        blamed = health.blame(nonfinite)
+        finite, loss_finite, due = _backend.verdict(blamed[0], loss_nonfinite, due)
         if due is None:
-            return Measured(finite, loss_finite, nonfinite, max_abs=largest)
+            return Measured(finite, loss_finite, nonfinite, blamed, max_abs=largest)
         # An overflow is measured whenever it comes. (Operators, as on torch these are on the host.)
         due = (due[0] | ~finite, due[1])
 
@@ -171,7 +174,7 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
             levels = _backend.compute_if(due[0], all_levels, previous)
         else:
             levels = ops.where(due[0], self._of_gradients(levels), previous)
-        return Measured(finite, loss_finite, nonfinite, due, levels, max_abs=largest)
+        return Measured(finite, loss_finite, nonfinite, blamed, due, levels, max_abs=largest)
 
     def _of_gradients(self, measured: Tensor) -> Tensor:
         """Zeros in the rows of float8's scales: what replaces those is no gradient."""
@@ -221,7 +224,7 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         step, scale = self._step_number(), self.scale_state.scale
         events = ops.convert_to_tensor(self.overflow_events)
         self.overflow_events.assign(
-            health.add_event(events, step, scale, measured.nonfinite, measured.loss_finite)
+            health.add_event(events, step, scale, measured.blamed, measured.loss_finite)
         )
         previous = ops.convert_to_tensor(self.gradient_health)
         self.gradient_health.assign(

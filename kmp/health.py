@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from keras import ops
 
+from kmp import _backend
 from kmp._reduction import Columns, Part, reduce_parts
 from kmp._types import Tensor
 
@@ -56,8 +57,11 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
         counted = (ops.cast(x, "int32") for x in (nonzero, nonfinite))
         return ops.square(clean), ops.abs(clean), *counted
 
-    columns = reduce_parts(look, parts, len(sizes), together)
-    squares, max_abs, nonzero, nonfinite = (ops.cast(x, "float32") for x in columns)
+    def join(columns: Columns) -> Tensor:
+        return ops.stack([ops.cast(x, "float32") for x in columns], axis=1)
+
+    table = reduce_parts(look, join, parts, len(sizes), together)
+    squares, max_abs, nonzero, nonfinite = (table[:, i] for i in range(4))
     present = {i for part in parts for i in part.members}
     whole = np.array([n if i in present else 0 for i, n in enumerate(sizes)])
     whole = ops.convert_to_tensor(whole.astype("float32"))
@@ -76,9 +80,26 @@ def count_nonfinite(parts: Sequence[Part], number: int, *, together: bool = Fals
         nonfinite = ops.cast(ops.logical_not(ops.isfinite(values)), "int32")
         return nonfinite, nonfinite
 
-    counts, present = reduce_parts(look, parts, number, together)
     # Two columns, and both in use, for the sake of `_backend.reduce_columns` on CPUs.
-    return ops.cast(ops.maximum(counts, present), "float32")
+    counts = reduce_parts(look, lambda pair: ops.maximum(*pair), parts, number, together)
+    return ops.cast(counts, "float32")
+
+
+def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
+    """Tell how many variables have numbers that are not finite, and which to blame.
+
+    That is the last in the model's order: its gradient came first, and inf flows backwards from
+    there.
+
+    Args:
+        nonfinite: float32[num_variables], the counts of a step.
+
+    Returns:
+        int32[], how many; int32[], the index of the last, or 0.
+    """
+    bad = nonfinite > 0
+    places = ops.where(bad, ops.arange(bad.shape[0], dtype="int32"), 0)
+    return _backend.reduce_columns((ops.cast(bad, "int32"), places), (0,))
 
 
 def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
@@ -98,7 +119,7 @@ def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
 
 
 def add_event(
-    events: Tensor, step: Tensor, scale: Tensor, nonfinite: Tensor, loss_finite: Tensor
+    events: Tensor, step: Tensor, scale: Tensor, blamed: Sequence[Tensor], loss_finite: Tensor
 ) -> Tensor:
     """Put this step in front of the overflows so far if it is one, and forget the oldest.
 
@@ -106,18 +127,16 @@ def add_event(
         events: float32[16, 5], columns as in `EVENT_COLUMNS`.
         step: int32[], the number of this step, counted from 1.
         scale: float32[], the scale that its loss was multiplied with.
-        nonfinite: float32[num_variables], the counts of this step.
+        blamed: what `blame` says of it.
         loss_finite: bool[], False where the loss is known not to be finite.
 
     Returns:
         float32[16, 5]. Step numbers are exact up to 2**24.
     """
-    bad = nonfinite > 0
-    # The last in the model's order: its gradient came first, and inf flows backwards from there.
-    first = ops.max(ops.where(bad, ops.arange(bad.shape[0], dtype="int32"), 0))
-    row = [step, scale, first, ops.sum(ops.cast(bad, "float32")), loss_finite]
+    number, index = blamed
+    row = [step, scale, index, number, loss_finite]
     new = ops.stack([ops.cast(x, "float32") for x in row])[None]
-    return ops.where(ops.any(bad), ops.concatenate([new, events[:-1]]), events)
+    return ops.where(number > 0, ops.concatenate([new, events[:-1]]), events)
 
 
 def due(step: Tensor, sampling: Tensor) -> Tensor:

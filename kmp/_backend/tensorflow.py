@@ -90,18 +90,16 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
 
 
 def verdict(
-    nonfinite: Tensor, loss_nonfinite: Tensor, due: Tensor | None
+    number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The flags that everybody acts on: whether all of float32[n] counts are 0, float32[] is, ...
+    """The flags that everybody acts on: whether int32[] is 0, whether float32[] is, ...
 
     XLA would copy the reductions of all gradients into each of the selected updates; it does not
-    look through a dot product on CPUs, nor through a barrier on accelerators.
+    copy one of two results on CPUs, nor look through a barrier on accelerators.
     """
-    if not inside_xla():
-        return tf.reduce_sum(nonfinite) == 0, loss_nonfinite == 0, due
-    total = tf.tensordot(nonfinite, nonfinite, 1)
-    finite = gen_xla_ops.xla_optimization_barrier([total])[0] == 0
-    return finite, loss_nonfinite == 0, due
+    if inside_xla():
+        (number,) = gen_xla_ops.xla_optimization_barrier([number])
+    return number == 0, loss_nonfinite == 0, due
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:

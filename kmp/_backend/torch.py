@@ -20,14 +20,14 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
 
 
 def verdict(
-    nonfinite: Tensor, loss_nonfinite: Tensor, due: Tensor | None
+    number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The flags that everybody acts on: whether all of float32[n] counts are 0, float32[] is, ...
+    """The flags that everybody acts on: whether int32[] is 0, whether float32[] is, ...
 
-    With `torch.distributed` initialised, whether they are 0 in every process. All come to the host
+    With `torch.distributed` initialised, whether they are in every process. All come to the host
     in one go, the one synchronisation of the step, as in PyTorch's own.
     """
-    totals = torch.stack([nonfinite.sum(), loss_nonfinite])
+    totals = torch.stack([number.to(torch.float32), loss_nonfinite])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(totals, op=torch.distributed.ReduceOp.SUM)
     flags = torch.cat([totals == 0] if due is None else [totals == 0, due]).cpu()
