@@ -78,7 +78,7 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         measured = self.measured(grads, variables)
 
         def update() -> None:
-            self.inner_optimizer.apply(true, variables)
+            _backend.apply(self.inner_optimizer, true, variables)
 
         guarded = variables + self.inner_optimizer.variables
         _backend.apply_if(self.admitted(measured.finite), update, guarded)

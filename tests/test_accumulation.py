@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from conftest import BACKEND
 from keras import ops
+from oracle import MODES, Run, assert_close, assert_same, random_gradients
 
 import kmp
 
+k = keras.optimizers
 WINDOW = 4  # a power of two, so that the mean of whole numbers is exact in float32
 
 
@@ -151,6 +153,64 @@ def test_without_accumulation_both_are_the_same():
             driver.step([g, g])
         traces.append(ops.convert_to_numpy(driver.variable).tolist())
     assert traces == [[6.5, -9.5]] * 2
+
+
+ACCUMULATING = {
+    "momentum": (k.SGD, {"momentum": 0.9, "nesterov": True, "global_clipnorm": 0.5}),
+    "adam": (k.Adam, {"amsgrad": True, "clipnorm": 0.5, "weight_decay": 0.01}),
+    "adafactor": (k.Adafactor, {}),
+    "nadam": (k.Nadam, {}),
+    "rmsprop": (k.RMSprop, {"momentum": 0.9, "centered": True, "clipvalue": 0.25}),
+    "muon": (k.Muon, {}),
+    "schedule_free": (k.ScheduleFreeAdamW, {}),
+}
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ACCUMULATING)
+def test_windows_are_those_of_keras(name, mode):
+    """Keras branches at their ends, kmp selects; also around overflows, and for a schedule."""
+    kind, arguments = ACCUMULATING[name]
+
+    def make():
+        rate = k.schedules.ExponentialDecay(0.1, decay_steps=1, decay_rate=0.5)
+        return kind(rate, gradient_accumulation_steps=3, **arguments)
+
+    run, bare = Run(kmp.scaled(make()), mode), Run(make(), mode)
+    for i, gradient in enumerate(random_gradients(7)):
+        if i in (1, 3):  # in the middle of a window, and at the beginning of one
+            before = run.state()
+            run.step([gradient[0], gradient[1] * np.nan])
+            assert_same(run.state(), before)
+        run.step(gradient)
+        bare.step(gradient)
+        assert_close(run.state(), bare.state())
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_an_accumulating_step_has_no_branch(use_ema):
+    """A moving average of the weights is left to Keras, which branches."""
+    import jax
+
+    inner = k.Adam(gradient_accumulation_steps=2, use_ema=use_ema)
+    scaled, variable = kmp.scaled(inner), keras.Variable(np.ones(3, "float32"))
+    scaled.build([variable])
+    own = [v.value for v in scaled.variables]
+    text = str(jax.make_jaxpr(scaled.stateless_apply)(own, [variable.value], [variable.value]))
+    assert ("cond[" in text) == use_ema
+
+
+@pytest.mark.only("jax")
+def test_an_optimizers_own_accumulation_is_respected():
+    class Own(k.SGD):
+        def _backend_apply_gradients(self, grads, trainable_variables):
+            trainable_variables[0].assign_add(grads[0] * 0 + 7)
+
+    driver = Driver(kmp.scaled(Own(gradient_accumulation_steps=2)))
+    driver.step([1.0, 1.0])
+    np.testing.assert_array_equal(driver.variable, [15.0, -1.0])
 
 
 @pytest.mark.only("tensorflow")

@@ -9,6 +9,7 @@ import keras
 from kmp._backend.plain import (
     after,
     all_reduce_sum,
+    apply,
     compiled,
     compiled_bytes,
     compiled_for,
@@ -56,7 +57,6 @@ if keras.backend.backend() == "tensorflow":
 elif keras.backend.backend() == "jax":
     from kmp._backend.jax import (
         after,
-        apply_if,
         compiled,
         compiled_for,
         compute_if,
@@ -72,6 +72,7 @@ elif keras.backend.backend() == "jax":
         restore_after_skip,
         verdict,
     )
+    from kmp._backend.jax_masked import apply, apply_if
     from kmp._backend.jax_replay import (
         compiled_bytes,
         compiled_step_bytes,

@@ -34,6 +34,11 @@ def after(finite: Tensor, sample: Tensor) -> Tensor:
     return finite
 
 
+def apply(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> None:
+    """Let a Keras optimizer update the variables."""
+    optimizer.apply(gradients, variables)
+
+
 def gradient_values(gradient: Gradient) -> Tensor:
     """The numbers of a gradient, which is dense."""
     return gradient
