@@ -32,10 +32,11 @@ WARM_UP = 110
 class Run:
     """A model and its data in one variant."""
 
-    def __init__(self, name: str, variant: str, steps: int, xla: bool):
+    def __init__(self, name: str, variant: str, steps: int, xla: bool, accumulate: int):
         keras.utils.set_random_seed(0)
         self.model, x, y = MODELS[name]()
-        optimizer = VARIANTS[variant](keras.optimizers.Adam(1e-4))
+        accumulation = {"gradient_accumulation_steps": accumulate} if accumulate > 1 else {}
+        optimizer = VARIANTS[variant](keras.optimizers.Adam(1e-4, **accumulation))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self.model.compile(optimizer, loss, jit_compile=xla, auto_scale_loss=False)
         self.batch = len(x)
@@ -49,10 +50,10 @@ class Run:
         return time.process_time() - start
 
 
-def overhead(name: str, policy: str, xla: bool, steps: int, rounds: int) -> dict:
+def overhead(name: str, policy: str, xla: bool, steps: int, rounds: int, accumulate: int) -> dict:
     """Median and quartiles of the ratio of each variant, and the milliseconds of a plain step."""
     keras.config.set_dtype_policy(policy)
-    runs = {variant: Run(name, variant, steps, xla) for variant in VARIANTS}
+    runs = {variant: Run(name, variant, steps, xla, accumulate) for variant in VARIANTS}
     for variant, run in runs.items():
         print(f"\r{name}, {policy}: warming {variant} up", end=" " * 9, file=sys.stderr)
         for _ in range(-(-WARM_UP // steps)):
@@ -81,17 +82,20 @@ def main() -> None:
     parser.add_argument("--no-xla", action="store_true", help="jit_compile=False")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=40, help="steps of one `fit`")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of an update")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     xla = not arguments.no_xla and keras.backend.backend() != "torch"
     results = {
         name: {
-            policy: overhead(name, policy, xla, arguments.steps, arguments.rounds)
+            policy: overhead(
+                name, policy, xla, arguments.steps, arguments.rounds, arguments.accumulate
+            )
             for policy in arguments.policy
         }
         for name in arguments.model
     }
-    facts = environment() | {"xla": str(xla)}
+    facts = environment() | {"xla": str(xla), "accumulate": str(arguments.accumulate)}
     if arguments.json:
         print(json.dumps({"environment": facts, "results": results}))
         return
