@@ -13,7 +13,7 @@ from keras import ops
 from kmp import _backend
 from kmp._types import Gradient, Tensor
 
-Columns = tuple[Tensor, ...]  # two or more: the second is reduced by its maximum, others by sums
+Columns = tuple[Tensor, ...]  # the second is reduced by its maximum, others by sums
 
 SMALL = 4096  # numbers: gradients up to here that are of one size go together everywhere
 _OPERANDS = 64  # at most: XLA fuses no more than some 90 of them into one kernel

@@ -1,7 +1,7 @@
 """One training step of the loss-scaling optimizer, in the order in which it happens."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -23,7 +23,7 @@ class Measured(NamedTuple):
     Attributes:
         finite: bool[], whether all of them are finite.
         loss_finite: bool[], False where the loss is known not to be finite.
-        nonfinite: float32[num_variables], how many numbers of each are not finite.
+        nonfinite: float32[num_variables], above 0 if numbers of a gradient are not finite.
         blamed: what `health.blame` says of those.
         due: whether to measure the levels, and the details: bool[] each, if anything is measured.
         levels: float32[num_variables, 4], from `health.measure`, maybe of an earlier step.
@@ -75,7 +75,7 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
     def step(self, grads: list[Gradient], variables: list[Variable]) -> None:
         """Run one step on gradients that are the same wherever this code runs."""
         true = self.unscaled(grads, variables)
-        measured = self.measured(grads, variables)
+        measured = self.measured(grads, true, variables)
 
         def update() -> None:
             _backend.apply(self.inner_optimizer, true, variables)
@@ -108,11 +108,20 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
 
         return list(map(true, grads, self.loss_scale.unscale(grads, state), kinds))
 
-    def measured(self, grads: list[Gradient], variables: list[Variable]) -> Measured:
-        """Look at the true gradients of scaled ones: are they finite, and how large."""
+    def measured(
+        self, grads: list[Gradient], true: list[Gradient], variables: list[Variable]
+    ) -> Measured:
+        """Look at scaled gradients and the true ones: are they finite, and how large."""
         watched = self._trainable_variables
-        parts = gather(self._rows(grads, variables), self._sizes, [self._kind(v) for v in watched])
-        measured = self._looked_at(parts)
+        kinds = [self._kind(v) for v in watched]
+        scaled = self._rows(grads, variables)
+        if not _backend.inside_xla():
+            parts = [Part(x, (i,), False) for i, x in enumerate(scaled) if x is not None]
+            measured = self._looked_at(gather(self._rows(true, variables), self._sizes, kinds))
+        else:
+            # XLA divides while it updates, and again here: true gradients are never in memory.
+            parts = gather(scaled, self._sizes, kinds)
+            measured = self._looked_at(parts, self._divided)
         if not (self.measures_details and measured.due):
             return measured
         order = _sample.layout(parts, len(watched))
@@ -127,8 +136,13 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         finite = _backend.after(measured.finite, before)
         return measured._replace(finite=finite, sample=before, order=order)
 
-    def _looked_at(self, parts: list[Part]) -> Measured:
-        scale, device, number = self.scale_state, _backend.compiled_for(), len(self._sizes)
+    def _divided(self, parts: list[Part]) -> list[Part]:
+        kinds = [part.kind for part in parts]
+        values = self._unscaled([part.values for part in parts], kinds, self.scale_state)
+        return [part._replace(values=x) for part, x in zip(parts, values, strict=True)]
+
+    def _looked_at(self, parts: list[Part], true: Callable[..., list[Part]] = list) -> Measured:
+        device, number = _backend.compiled_for(), len(self._sizes)
         # XLA fuses a stack of large gradients into their reduction on GPUs; elsewhere it writes it.
         together = device == "gpu"
         measures = self.gradient_health is not None
@@ -139,20 +153,15 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
             cheap = device in _ACCELERATORS or (device == "cpu" and part.stacked)
             return reads_max_abs or (measures and cheap)
 
-        def true(always: bool) -> list[Part]:
-            # The true gradients as such are never in memory: XLA divides while it updates, and
-            # again here. A branch that asked for them would have them written in every step.
-            some = [p for p in parts if is_measured_always(p) == always]
-            values = self._unscaled([p.values for p in some], [p.kind for p in some], scale)
-            return [p._replace(values=x) for p, x in zip(some, values, strict=True)]
-
+        always = [part for part in parts if is_measured_always(part)]
+        others = [part for part in parts if not is_measured_always(part)]
         levels = nonfinite = largest = due = None
-        if always := true(True):
-            levels = health.measure(always, self._sizes, together=together)
+        if always:
+            levels = health.measure(true(always), self._sizes, together=together)
             nonfinite = levels[:, health.NONFINITE]
-        if (others := true(False)) or levels is None:
-            counts = health.count_nonfinite(others, number, together=together)
-            nonfinite = counts if nonfinite is None else nonfinite + counts
+        if others or levels is None:
+            found = health.find_nonfinite(true(others), number, together=together)
+            nonfinite = found if nonfinite is None else nonfinite + found
         if reads_max_abs:
             largest = ops.max(self._of_gradients(levels)[:, health.MAX_ABS], initial=0)
         if measures:
@@ -166,7 +175,8 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         due = (due[0] | ~finite, due[1])
 
         def all_levels() -> Tensor:
-            rest = health.measure(true(False), self._sizes)
+            # (Divided in here: what a branch asks for would be written in every step.)
+            rest = health.measure(true(others), self._sizes)
             return self._of_gradients(rest if levels is None else rest + levels)
 
         previous = ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS]

@@ -69,20 +69,25 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
     return ops.stack([ops.sqrt(squares), max_abs, zero_share, nonfinite], axis=1)
 
 
-def count_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False) -> Tensor:
-    """Count what is not finite in each gradient: the column `nonfinite` of `measure` alone.
+def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False) -> Tensor:
+    """Find gradients in which something is not finite.
 
     Returns:
-        float32[number]; 0 where there is no gradient.
+        float32[number], above 0 for those; 0 where there is no gradient.
     """
 
     def look(values: Tensor) -> Columns:
-        nonfinite = ops.cast(ops.logical_not(ops.isfinite(values)), "int32")
+        finite = ops.isfinite(values)
+        if not _backend.inside_xla():  # where each of these would be written
+            return (finite,)
+        # Two columns, and both in use, for the sake of `_backend.reduce_columns` on CPUs.
+        nonfinite = ops.cast(ops.logical_not(finite), "int32")
         return nonfinite, nonfinite
 
-    # Two columns, and both in use, for the sake of `_backend.reduce_columns` on CPUs.
-    counts = reduce_parts(look, lambda pair: ops.maximum(*pair), parts, number, together)
-    return ops.cast(counts, "float32")
+    def join(columns: Columns) -> Tensor:
+        return ops.logical_not(*columns) if len(columns) == 1 else ops.maximum(*columns)
+
+    return ops.cast(reduce_parts(look, join, parts, number, together), "float32")
 
 
 def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +97,7 @@ def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
     there.
 
     Args:
-        nonfinite: float32[num_variables], the counts of a step.
+        nonfinite: float32[num_variables], above 0 if something was not finite in a step.
 
     Returns:
         int32[], how many; int32[], the index of the last, or 0.
@@ -106,15 +111,19 @@ def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
     """Join a step's measurements with the counters so far.
 
     Args:
-        levels: float32[num_variables, 4], from `measure`, of this step or an earlier one.
-        nonfinite: float32[num_variables], the counts of this step.
+        levels: float32[num_variables, 4], from `measure`, of this step or an earlier one; of this
+            one if anything is not finite.
+        nonfinite: float32[num_variables], above 0 if something was not finite in this step.
         previous: float32[num_variables, 5], the matrix before the step.
 
     Returns:
         float32[num_variables, 5], the matrix after the step. Counters are exact up to 2**24 steps.
     """
     overflowed = ops.cast(nonfinite > 0, "float32")
-    counts = [nonfinite, previous[:, OVERFLOW_STEPS] + overflowed]
+    counts = [
+        overflowed * ops.maximum(levels[:, NONFINITE], 1.0),
+        previous[:, OVERFLOW_STEPS] + overflowed,
+    ]
     return ops.concatenate([levels[:, :NONFINITE], ops.stack(counts, axis=1)], axis=1)
 
 

@@ -152,6 +152,11 @@ def restore_after_skip(
     return step
 
 
+def inside_xla() -> bool:
+    """True: it compiles each operation that it does not trace."""
+    return True
+
+
 def compiled_for() -> str | None:
     """What XLA compiles for: "cpu", "gpu" or "tpu"."""
     return platform()

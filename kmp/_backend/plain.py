@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras import ops
+from keras.backend import standardize_dtype
 
 from kmp._types import Gradient, Tensor, Tree, Variable
 
@@ -17,6 +18,11 @@ def compiled(function: Callable) -> Callable:
 def without_functions() -> contextlib.AbstractContextManager[None]:
     """A context that changes nothing: no function is compiled and kept behind a model's back."""
     return contextlib.nullcontext()
+
+
+def inside_xla() -> bool:
+    """False: every operation runs by itself."""
+    return False
 
 
 def compiled_for() -> str | None:
@@ -60,10 +66,17 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The maximum of the second column and the sums of the others, one after another."""
-    return tuple(
-        ops.max(x, axes, initial=0) if i == 1 else ops.sum(x, axes) for i, x in enumerate(columns)
-    )
+    """The maximum of the second column and the sums of the others, one after another.
+
+    Of booleans, which only come outside XLA, whether all are true.
+    """
+
+    def reduce(i, x):
+        if standardize_dtype(x.dtype) == "bool":
+            return ops.all(x, axes)
+        return ops.max(x, axes, initial=0) if i == 1 else ops.sum(x, axes)
+
+    return tuple(reduce(i, x) for i, x in enumerate(columns))
 
 
 def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> bool:

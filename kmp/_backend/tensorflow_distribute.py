@@ -90,7 +90,7 @@ def _decide_once(
     def local(values):
         return [None if g is None else strategy.experimental_local_results(g)[0] for g in values]
 
-    measured = optimizer.measured(local(scaled), variables)
+    measured = optimizer.measured(local(scaled), local(gradients), variables)
 
     def update():
         _update(on_each_replica, optimizer.inner_optimizer, gradients, variables)
