@@ -83,6 +83,7 @@ elif keras.backend.backend() == "jax":
         is_concrete,
         random_state,
         watch_gradient,
+        without_functions,
     )
 elif keras.backend.backend() == "torch":
     from kmp._backend.torch import (

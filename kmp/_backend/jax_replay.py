@@ -1,6 +1,7 @@
 """What a replay in the debugging tools asks of JAX."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import keras
 from jax import numpy as jnp
 
 from kmp._types import Gradient, Tensor, Tree, Variable
+
+_LOOPS = ("fori_loop", "map", "scan", "while_loop")
 
 
 def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
@@ -43,6 +46,23 @@ def gradients(
 def is_concrete(x: Any) -> bool:
     """Tell whether `x` holds numbers, which inside `jax.lax.scan` and `jax.jit` it does not."""
     return not isinstance(x, jax.core.Tracer)
+
+
+@contextlib.contextmanager
+def without_functions() -> Iterator[None]:
+    """Within, `jax.jit` compiles nothing: it would keep traces of the dtypes it is run with.
+
+    Loops stay compiled, for eagerly each of their steps is a dispatch of its own.
+    """
+    loops = {name: getattr(jax.lax, name) for name in _LOOPS}
+    try:
+        for name, loop in loops.items():
+            setattr(jax.lax, name, jax.disable_jit(False)(loop))
+        with jax.disable_jit():
+            yield
+    finally:
+        for name, loop in loops.items():
+            setattr(jax.lax, name, loop)
 
 
 def random_state() -> Callable[[], None]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from architectures import make
 from keras import layers, ops
-from oracle import BACKEND
+from oracle import BACKEND, COMPILED_MODES, compiled
 
 import kmp
 from kmp._model import layers_of
@@ -217,26 +217,37 @@ def test_weights_that_only_training_makes_are_asked_for(tool):
     assert len(model.weights) == 4
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="about tf.function")
-@pytest.mark.parametrize("tool", [kmp.debug.compare_precisions, kmp.debug.diagnose])
-def test_a_function_keeps_no_trace_in_another_dtype(tool):
-    import tensorflow as tf
+class Function(layers.Layer):
+    """Calls its layer inside a compiled function, which keeps what it has traced."""
 
-    class Function(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.embedding = layers.Embedding(5, 2, dtype="mixed_float16")
+    def __init__(self):
+        super().__init__()
+        self.embedding = layers.Embedding(5, 2, dtype="mixed_float16")
+        self.embedding.build()
+        pure = self.embedding.stateless_call
+        self.function = compiled(lambda weights, x: pure(weights, [], x)[0], COMPILED_MODES[0])
 
-        @tf.function
-        def call(self, x):
-            return self.embedding(x)
+    def call(self, x):
+        return self.function([v.value for v in self.embedding.trainable_variables], x)
 
-    model = Function()
-    model(ops.ones((1, 3), "int32"))
+
+@pytest.mark.only("tensorflow", "jax")
+@pytest.mark.parametrize("called", [False, True])
+def test_a_function_keeps_no_trace_in_another_dtype(called):
+    inputs = keras.Input((3,), dtype="int32")
+    model = keras.Model(inputs, Function()(inputs))
     words = ops.ones((2, 3), "int32")
-    tool(model, words)
+    if called:
+        model(words)
+    sqnr = kmp.debug.compare_precisions(model, words).output_sqnr
+    assert 60 < sqnr < 90  # and not of a precision against itself
+    assert kmp.debug.diagnose(model, words).sqnr == sqnr
+    kmp.debug.memory_report(model, 2)
     assert model(words).dtype == "float16"
-    assert not tf.config.functions_run_eagerly()
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        assert not tf.config.functions_run_eagerly()
 
 
 def test_the_next_step_is_the_same(trained):
