@@ -20,6 +20,7 @@ from kmp._backend.plain import (
     gradient_values,
     inside_xla,
     map_gradient_values,
+    preserved,
     read,
     reduce_columns,
     step_on_replicas,
@@ -52,6 +53,7 @@ if keras.backend.backend() == "tensorflow":
     from kmp._backend.tensorflow_replay import (
         gradients,
         is_concrete,
+        preserved,
         random_state,
         watch_gradient,
         without_functions,

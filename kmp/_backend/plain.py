@@ -25,6 +25,12 @@ def inside_xla() -> bool:
     return False
 
 
+def preserved(variable: Variable) -> Callable[[], None]:
+    """Keep the value of a variable as stored; call the result to put it back."""
+    value = ops.copy(variable._value)  # `value` may be autocast
+    return lambda: variable.assign(value)
+
+
 def compiled_for() -> str | None:
     """None: XLA compiles nothing here."""
     return None

@@ -50,6 +50,19 @@ def without_functions() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
+def preserved(variable: Variable) -> Callable[[], None]:
+    """Keep the value of a variable, on each replica its own; call the result to put it back."""
+    stored = variable._value
+    parts = stored.values if isinstance(stored, tf.distribute.DistributedValues) else [stored]
+    values = [tf.identity(part) for part in parts]
+
+    def restore():
+        for part, value in zip(parts, values, strict=True):
+            part.assign(value)
+
+    return restore
+
+
 def random_state() -> Callable[[], None]:
     """Keep the state of the operations' seeds; call the result to put it back."""
     generator = getattr(context.context(), "_rng", None)

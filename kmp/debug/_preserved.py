@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras import ops
 
 from kmp import _backend
 from kmp._model import layers_of, path_of
@@ -36,7 +35,7 @@ class Preserved:
         self.layers = layers_of(model)
 
     def __enter__(self) -> "Preserved":
-        self.values: dict[int, tuple[Variable, Any]] = {}
+        self.values: dict[int, tuple[Variable, Callable[[], None]]] = {}
         for variable in _variables(self.model):
             self._note(variable)
         self.losses = [(list(layer._losses), set(layer._loss_ids)) for layer in self.layers]
@@ -60,8 +59,8 @@ class Preserved:
 
     def restore(self) -> None:
         """Put everything but the loss object back."""
-        for variable, value in self.values.values():
-            variable.assign(value)
+        for _, put_back in self.values.values():
+            put_back()
         for layer, (losses, ids) in zip(self.layers, self.losses, strict=True):
             layer._losses[:] = losses
             layer._loss_ids.clear()
@@ -69,9 +68,9 @@ class Preserved:
         self.random_states.restore()
 
     def _note(self, variable: Variable) -> None:
-        """Keep the value that a variable had first, if any, as stored: `value` may be autocast."""
+        """Keep the value that a variable had first, if any."""
         if id(variable) not in self.values and getattr(variable, "_value", None) is not None:
-            self.values[id(variable)] = (variable, ops.copy(variable._value))
+            self.values[id(variable)] = (variable, _backend.preserved(variable))
 
     def _use_a_fresh_loss(self) -> None:
         """A compiled loss builds its metrics when it is first called: let another one do that."""

@@ -132,6 +132,22 @@ def test_fit(replicas):
     assert int(model.optimizer.iterations.numpy()) == 9
 
 
+@pytest.mark.parametrize(
+    "tool", [kmp.debug.locate_nonfinite, kmp.debug.compare_precisions, kmp.debug.diagnose]
+)
+def test_the_tools_leave_each_replica_its_statistics(tool):
+    strategy = mirrored(2)
+    with strategy.scope():
+        norm = keras.layers.BatchNormalization()
+        model = keras.Sequential([keras.Input((4,)), norm])
+        model.compile("sgd", loss="mse")
+    parts = strategy.experimental_local_results(norm.moving_mean.value)
+    for i, part in enumerate(parts):
+        part.assign(tf.fill((4,), float(i)))
+    tool(model, np.ones((2, 4)), np.ones((2, 4)))
+    assert [part.numpy().tolist() for part in parts] == [[0.0] * 4, [1.0] * 4]
+
+
 def test_apply_in_cross_replica_context_is_refused():
     run = Run(mirrored(2), lambda: kmp.scaled("sgd"))
     with run.strategy.scope(), pytest.raises(ValueError, match="inside the function that you give"):
