@@ -109,7 +109,8 @@ def diagnose(
     each layer, and a few more.
 
     Args:
-        model: a built model that is finite in float32; compiled, if `y` is given.
+        model: a built model whose output in float32, or the loss of it, is finite; compiled, if
+            `y` is given.
         x: one batch, as `fit` takes it.
         y: its targets, for the gradients of the compiled loss.
         policy: the policy of the other layers, "mixed_float16" or "mixed_bfloat16".
@@ -147,7 +148,7 @@ def diagnose(
     with Preserved(model) as preserved:
         with under(model, "float32"):
             outputs = call_model(model, batch[0], training=False)
-            _check_finite(outputs)
+            _check_finite(model, batch, outputs)
             ranges, scale = ranges_of(model, batch, y is not None, preserved)
         search = _Search(model, batch, outputs, policy, target_sqnr, preserved)
         search.keep_for_the_output(verbose)
@@ -244,9 +245,18 @@ class _Search:
         return next((u for u in self.units if any(layer is x for x in u.layers)), None)
 
 
-def _check_finite(outputs: Tree) -> None:
-    if not bool(ops.convert_to_numpy(all_finite(floats(outputs)))):
+def _check_finite(model: keras.Model, batch: Batch, outputs: Tree) -> None:
+    """Raise ValueError unless the outputs are finite, or the loss, which may know their masks."""
+    x, y, _ = batch
+    if _is_finite(outputs):
+        return
+    if y is None or not _is_finite(model.compute_loss(x=x, y=y, y_pred=outputs, training=False)):
         raise ValueError(
             "`model` of diagnose must be finite in float32. Received: a batch for which its output "
-            "is not. kmp.debug.locate_nonfinite(model, x, y) names the layer."
+            "is not. kmp.debug.locate_nonfinite(model, x, y) names the layer. If the output is a "
+            "mask of -inf, pass a y for which the loss is finite."
         )
+
+
+def _is_finite(tree: Tree) -> bool:
+    return bool(ops.convert_to_numpy(all_finite(floats(tree))))

@@ -137,6 +137,23 @@ def test_a_model_that_is_not_finite_in_float32_is_refused():
         kmp.debug.diagnose(model, x)
 
 
+def test_a_mask_that_the_loss_answers_is_meant():
+    inputs = keras.Input((4,))
+    logits = layers.Dense(4, kernel_initializer="ones", name="logits")(inputs)
+    mask = np.array([0, 0, -np.inf, -np.inf], "float32")
+    masked = layers.Lambda(lambda x: ops.add(x, ops.cast(mask, x.dtype)), name="mask")(logits)
+    model = keras.Model(inputs, masked)
+    model.compile("sgd", loss=lambda y, p: ops.mean(y * ops.softmax(p)))
+    x, y = np.ones((2, 4)), np.array([[1.0, 0.0, 0.0, 0.0]] * 2)
+    diagnosis = kmp.debug.diagnose(model, x, y)
+    assert diagnosis.float32_layers == ()
+    assert diagnosis.gradients_finite
+    with pytest.raises(ValueError, match="mask of -inf, pass a y"):
+        kmp.debug.diagnose(model, x)
+    with pytest.raises(ValueError, match="must be finite in float32"):
+        kmp.debug.diagnose(model, x, y * np.nan)
+
+
 def test_the_target_must_be_a_number():
     model, x, _ = make("residual")
     with pytest.raises(ValueError, match="`target_sqnr` of diagnose must be a number"):
