@@ -99,7 +99,7 @@ def memory_report(model: keras.Model, batch_size: int) -> MemoryReport:
 
     Raises:
         ValueError: the model is not built, or a subclassed one whose inputs are not known;
-            `batch_size` is not a whole number of at least 1.
+            `batch_size` is not a whole number of at least 1, or not that of inputs that have one.
 
     Example:
 
@@ -113,8 +113,9 @@ def memory_report(model: keras.Model, batch_size: int) -> MemoryReport:
     """
     check_model(model, "memory_report", loss=False)
     batch_size = whole_number("batch_size", batch_size, "memory_report")
-    inputs = _inputs_of(model)
-    sample = keras.tree.map_structure(lambda x: ops.zeros((1, *x.shape[1:]), x.dtype), inputs)
+    inputs = _inputs_of(model, batch_size)
+    samples = batch_size if _has_fixed_batch(inputs) else 1
+    sample = keras.tree.map_structure(lambda x: ops.zeros((samples, *x.shape[1:]), x.dtype), inputs)
     specs = [((batch_size, *x.shape[1:]), x.dtype) for x in keras.tree.flatten(inputs)]
     activations, compiled = {}, {}
     with Preserved(model) as preserved:
@@ -123,8 +124,10 @@ def memory_report(model: keras.Model, batch_size: int) -> MemoryReport:
             with under(model, policy):
                 recorder, _ = forward(model, sample, training=True)
                 leaves = [call for call in recorder.calls if not call.children]
-                outputs = [x for call in leaves for x in floats(call.outputs)]
-                activations[policy] = batch_size * sum(_bytes(x.shape, x.dtype) for x in outputs)
+                # Each once: a cell returns its state twice, an identity what it was given.
+                outputs = {id(x): x for call in leaves for x in floats(call.outputs)}
+                each = sum(_bytes(x.shape, x.dtype) for x in outputs.values()) // samples
+                activations[policy] = batch_size * each
                 compiled[policy] = _backend.compiled_bytes(model, specs, _loss_of(model, inputs))
     floating = [v for v in model.variables if keras.backend.is_float_dtype(v.dtype)]
     numbers = sum(math.prod(v.shape) for v in floating)
@@ -132,7 +135,7 @@ def memory_report(model: keras.Model, batch_size: int) -> MemoryReport:
         _bytes(v.shape, v.dtype) for v in floating
     )
     trained = sum(math.prod(v.shape) for v in model.trainable_variables)
-    slots = trained * _slots_of(model)
+    slots = _slots_of(model)
     full, half = activations["float32"], activations[_HALF]
     return MemoryReport(
         batch_size,
@@ -158,7 +161,7 @@ def memory_report(model: keras.Model, batch_size: int) -> MemoryReport:
     )
 
 
-def _inputs_of(model: keras.Model) -> Tree:
+def _inputs_of(model: keras.Model, batch_size: int) -> Tree:
     """The symbolic inputs, in the structure in which the model is called."""
     try:
         inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
@@ -173,7 +176,17 @@ def _inputs_of(model: keras.Model) -> Tree:
             "`model` of memory_report must have inputs of known shape but for the batch. Received: "
             f"{[x.shape for x in keras.tree.flatten(inputs)]}."
         )
+    fixed = {x.shape[0] for x in keras.tree.flatten(inputs)} - {None, batch_size}
+    if fixed:
+        raise ValueError(
+            "`batch_size` of memory_report must be that of the model's inputs. Received: "
+            f"batch_size={batch_size} and inputs of {fixed.pop()} samples."
+        )
     return inputs
+
+
+def _has_fixed_batch(inputs: Tree) -> bool:
+    return any(x.shape[0] is not None for x in keras.tree.flatten(inputs))
 
 
 def _loss_of(model: keras.Model, inputs: Tree):
@@ -193,11 +206,15 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _slots_of(model: keras.Model) -> int:
-    """How many variables of a parameter's shape the optimizer keeps for it."""
+    """How many numbers the optimizer keeps for the trainable variables, held for one at a time."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return 0
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    alike = type(inner).from_config(inner.get_config())
-    alike.build([keras.Variable(np.zeros((2, 3), "float32"))])
-    return sum(tuple(v.shape) == (2, 3) for v in alike.variables)
+
+    def kept_for(variables):
+        alike = type(inner).from_config(inner.get_config())
+        alike.build(variables)
+        return sum(math.prod(v.shape) for v in alike.variables)
+
+    return sum(kept_for([v]) - kept_for([]) for v in model.trainable_variables)

@@ -1,5 +1,7 @@
 """memory_report: the hand count by hand, and XLA's answer where there is one."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -32,6 +34,34 @@ def test_the_hand_count(optimizer, slots):
         "pure half": (2 * n, 2 * n, 2 * s, 2 * outputs),
     }
     assert all(r.total == r.parameters + r.gradients + r.slots + r.activations for r in report.rows)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [keras.optimizers.Adafactor(), keras.optimizers.Muon(), keras.optimizers.SGD(momentum=0.9)],
+    ids=lambda optimizer: optimizer.name,
+)
+def test_slots_that_depend_on_the_variable(optimizer):
+    """Adafactor keeps rows and columns of a kernel, Muon only one slot of it."""
+    words = keras.Input((5,), dtype="int32")
+    x = layers.Flatten()(layers.Embedding(7, 16)(words))
+    model = keras.Model(words, layers.Dense(8)(x))
+    model.compile(optimizer, loss="mse")
+    slots = kmp.debug.memory_report(model, 2).rows[0].slots
+    bare = type(optimizer).from_config(optimizer.get_config())
+    bare.build([])
+    optimizer.build(model.trainable_variables)
+    numbers = [sum(math.prod(v.shape) for v in o.variables) for o in (optimizer, bare)]
+    assert slots == 4 * (numbers[0] - numbers[1])
+
+
+def test_a_stateful_layer_has_a_batch_size_of_its_own():
+    rnn = layers.SimpleRNN(3, stateful=True, unroll=True)
+    model = keras.Sequential([keras.Input(batch_shape=(8, 5, 2)), rnn])
+    full, mixed, _ = kmp.debug.memory_report(model, 8).rows
+    assert full.activations == 2 * mixed.activations == 4 * 8 * 3 * 5  # steps
+    with pytest.raises(ValueError, match="batch_size=16 and inputs of 8 samples"):
+        kmp.debug.memory_report(model, 16)
 
 
 def test_a_float32_head_is_counted_as_it_is():
