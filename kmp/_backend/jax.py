@@ -34,7 +34,10 @@ def verdict(
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:
-    """`finite`, known only once `sample` is; by a dot product, as in `verdict`."""
+    """`finite`, known only once `sample` is.
+
+    By a dot product, which XLA's CPU compiler copies into no update.
+    """
     flags = jnp.stack([jnp.logical_not(finite), jnp.dot(sample, sample) < 0])
     flags = flags.astype("float32")
     return jax.lax.optimization_barrier(jnp.dot(flags, flags)) == 0

@@ -1,13 +1,14 @@
 """Assignments that hold only under a condition, for a skipped step and for accumulation on JAX."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 from jax import numpy as jnp
-from keras.src.backend.jax.optimizer import JaxOptimizer  # its accumulation is taken over here
 
+from kmp._backend import plain
 from kmp._types import Tensor, Variable
 
 
@@ -52,16 +53,13 @@ def apply(optimizer: Any, gradients: list[Tensor], variables: list[Variable]) ->
     Keras computes the update in every micro-batch and chooses with `lax.cond`, whose operands XLA
     copies: all parameters and slots. A moving average of the weights stays with Keras.
     """
-    ours = functools.partial(_accumulate, optimizer)
-    keras_own = type(optimizer)._backend_apply_gradients is JaxOptimizer._backend_apply_gradients
-    takes_over = optimizer.gradient_accumulation_steps and not optimizer.use_ema and keras_own
-    if takes_over:
-        vars(optimizer)["_backend_apply_gradients"] = ours
-    try:
+    way: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    keras_own = keras.optimizers.Optimizer._backend_apply_gradients
+    is_kerass = type(optimizer)._backend_apply_gradients is keras_own
+    if optimizer.gradient_accumulation_steps and not optimizer.use_ema and is_kerass:
+        way = plain.applying_by(optimizer, functools.partial(_accumulate, optimizer))
+    with way:
         optimizer.apply(gradients, variables)
-    finally:
-        if takes_over:
-            del vars(optimizer)["_backend_apply_gradients"]
 
 
 def _accumulate(optimizer: Any, gradients: Sequence[Tensor], variables: Sequence[Variable]) -> None:

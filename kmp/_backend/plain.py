@@ -1,7 +1,7 @@
 """What most backends have in common; each backend's own files replace what differs."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keras import ops
@@ -49,6 +49,16 @@ def after(finite: Tensor, sample: Tensor) -> Tensor:
 def apply(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> None:
     """Let a Keras optimizer update the variables."""
     optimizer.apply(gradients, variables)
+
+
+@contextlib.contextmanager
+def applying_by(optimizer: Any, apply_gradients: Callable[..., None]) -> Iterator[None]:
+    """Within, a Keras optimizer's `apply` calls this with gradients and variables to update by."""
+    optimizer._backend_apply_gradients = apply_gradients
+    try:
+        yield
+    finally:
+        del optimizer._backend_apply_gradients
 
 
 def gradient_values(gradient: Gradient) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmp._backend import plain
 from kmp._types import Gradient, Tensor, Variable
 
 
@@ -114,11 +115,8 @@ def _update(
         def apply_gradients(grads, variables):
             _apply_gradients(inner, window_ends, grads, variables)
 
-        inner._backend_apply_gradients = apply_gradients
-        try:
+        with plain.applying_by(inner, apply_gradients):
             on_each_replica(inner.apply, args=(gradients, variables))
-        finally:
-            del inner._backend_apply_gradients
         return tf.constant(window_ends)
 
     if window:
