@@ -120,10 +120,9 @@ def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
         float32[num_variables, 5], the matrix after the step. Counters are exact up to 2**24 steps.
     """
     overflowed = ops.cast(nonfinite > 0, "float32")
-    counts = [
-        overflowed * ops.maximum(levels[:, NONFINITE], 1.0),
-        previous[:, OVERFLOW_STEPS] + overflowed,
-    ]
+    # (float8's scales have no levels.)
+    nonfinite = overflowed * ops.maximum(levels[:, NONFINITE], 1.0)
+    counts = [nonfinite, previous[:, OVERFLOW_STEPS] + overflowed]
     return ops.concatenate([levels[:, :NONFINITE], ops.stack(counts, axis=1)], axis=1)
 
 

@@ -133,6 +133,22 @@ def test_a_skipped_step_moves_scale_and_counters_alone(where, bad, mode):
     assert np.isfinite(health).all()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_an_overflow_is_counted_in_a_step_that_is_not_measured(mode):
+    """Past the first hundred steps; in those between two measurements the last one stands."""
+    run = Run(kmp.scaled("sgd", 8), mode)
+    run.step([np.full((4, 3), 2.0), np.ones(3)])
+    run.optimizer.steps.assign(150)
+    run.step([np.full((4, 3), 3.0), np.ones(3)])
+    largest = ops.convert_to_numpy(run.optimizer.gradient_health)[:, 1]
+    np.testing.assert_array_equal(largest, [2, 1])
+    bad = np.full((4, 3), 4.0)
+    bad[1] = np.nan
+    run.step([bad, np.ones(3)])
+    health = ops.convert_to_numpy(run.optimizer.gradient_health)
+    np.testing.assert_array_equal(health[:, [1, 3, 4]], [[4, 3, 1], [1, 0, 0]])
+
+
 FIT_MODES = {
     "tensorflow": {
         "eager": {"run_eagerly": True},

@@ -126,13 +126,13 @@ def test_an_empty_sparse_gradient_is_all_zeros():
 @pytest.mark.parametrize("mode", MODES)
 def test_counters_accumulate_and_levels_do_not(mode):
     accumulate = compiled(health.accumulate, mode)
-    matrix = ops.zeros((2, len(health.COLUMNS)), "float32")
-    for overflow in ([1, 0], [1, 0], [0, 0], [0, 1]):
-        levels = ops.array([[1.0, 2.0, 0.5, 9.0], [3.0, 4.0, 0.25, 3.0]], "float32")
-        matrix = accumulate(levels, ops.array(overflow, "float32"), matrix)
-    np.testing.assert_array_equal(
-        ops.convert_to_numpy(matrix), [[1, 2, 0.5, 0, 2], [3, 4, 0.25, 3, 1]]
-    )
+    matrix = ops.zeros((3, len(health.COLUMNS)), "float32")
+    for overflow in ([1, 0, 0], [1, 0, 1], [0, 0, 1], [0, 1, 1]):
+        levels = [[1.0, 2.0, 0.5, 9.0], [3.0, 4.0, 0.25, 3.0], [0.0, 0.0, 0.0, 0.0]]
+        matrix = accumulate(ops.array(levels), ops.array(overflow, "float32"), matrix)
+    expected = [[1, 2, 0.5, 0, 2], [3, 4, 0.25, 3, 1]]
+    expected.append([0, 0, 0, 1, 3])  # a scale of float8, which has no levels
+    np.testing.assert_array_equal(ops.convert_to_numpy(matrix), expected)
 
 
 def report(rows, loss_scale=1024.0, paths=None):

@@ -217,4 +217,5 @@ def _slots_of(model: keras.Model) -> int:
         alike.build(variables)
         return sum(math.prod(v.shape) for v in alike.variables)
 
-    return sum(kept_for([v]) - kept_for([]) for v in model.trainable_variables)
+    for_none = kept_for([])
+    return sum(kept_for([v]) - for_none for v in model.trainable_variables)

@@ -64,6 +64,14 @@ def test_a_stateful_layer_has_a_batch_size_of_its_own():
         kmp.debug.memory_report(model, 16)
 
 
+def test_what_two_layers_return_is_counted_once():
+    """A cell's output is its state too, and a linear activation returns what it is given."""
+    cell = keras.Sequential([keras.Input((5, 2)), layers.SimpleRNN(3, unroll=True)])
+    assert kmp.debug.memory_report(cell, 8).rows[0].activations == 4 * 8 * 3 * 5
+    same = keras.Sequential([keras.Input((16,)), layers.Dense(8), layers.Activation("linear")])
+    assert kmp.debug.memory_report(same, 8).rows[0].activations == 4 * 8 * 8
+
+
 def test_a_float32_head_is_counted_as_it_is():
     model = keras.Sequential([keras.Input((16,)), kmp.layers.Float32OutputDense(8)])
     full, mixed, _ = kmp.debug.memory_report(model, 10).rows
