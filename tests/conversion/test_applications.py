@@ -14,7 +14,7 @@ QUICK_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensiv
 # On JAX the others compile for a minute each.
 ON_TENSORFLOW = [
     pytest.param(name, marks=pytest.mark.only("tensorflow"))
-    for name in ("EfficientNetB0", "ConvNeXtTiny")
+    for name in ("ResNet50", "EfficientNetB0", "ConvNeXtTiny")
 ]
 
 
