@@ -121,6 +121,31 @@ def test_neither_masks_nor_true_gradients_are_written():
         assert sorted(ours) == sorted(plain)
 
 
+@pytest.mark.only("jax")
+def test_an_eager_step_compiles_nothing_that_an_earlier_one_did():
+    import jax
+
+    run = Run(kmp.scaled("adam"))
+    good, bad = [np.ones((4, 3)), np.ones(3)], [np.full((4, 3), np.nan), np.ones(3)]
+    for gradients in (good, bad):
+        run.step(gradients)
+    compiled = []
+
+    def listen(event, seconds, **details):
+        if "backend_compile" in event:
+            compiled.append(details)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for gradients in (good, bad):
+            run.step(gradients)
+        assert not compiled
+        jax.numpy.ones(17).sum()
+        assert compiled  # it would have been heard
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.mark.only("tensorflow")
 @pytest.mark.parametrize("mode", COMPILED_MODES)
 def test_masked_assignments_keep_or_are_the_assignments(mode):

@@ -54,12 +54,14 @@ def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[
     one column XLA's CPU compiler splits into two, and writes the column for the first of them.
     """
 
-    def combine(a, b):
-        pairs = enumerate(zip(a, b, strict=True))
-        return tuple(jnp.maximum(x, y) if i == 1 else x + y for i, (x, y) in pairs)
-
     zeros = tuple(jnp.zeros((), x.dtype) for x in columns)
-    return tuple(jax.lax.reduce(columns, zeros, combine, axes))
+    return tuple(jax.lax.reduce(columns, zeros, _combine, axes))
+
+
+# One function for all: eagerly JAX compiles a reduction again for each that it has not seen.
+def _combine(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    pairs = enumerate(zip(a, b, strict=True))
+    return tuple(jnp.maximum(x, y) if i == 1 else x + y for i, (x, y) in pairs)
 
 
 def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
