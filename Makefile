@@ -14,7 +14,7 @@ quickstart: $(VENV)/quickstart.stamp
 test: $(VENV)/test.stamp lint
 	@set -e; for backend in $(BACKENDS); do \
 	  echo "== tests on $$backend =="; \
-	  KERAS_BACKEND=$$backend $(BIN)/python -m pytest -n 2; \
+	  KERAS_BACKEND=$$backend $(BIN)/python -m pytest -n 2 --dist worksteal; \
 	done
 
 lint: $(VENV)/test.stamp

@@ -11,6 +11,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Several host devices, so that distribution is tested on any machine.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# PyTorch's threads wait busily, and there is a process for each core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Many tests compile the same small programs: one of them does it, in whatever process it runs.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/kmp-{os.getpid()}")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
