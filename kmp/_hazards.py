@@ -8,11 +8,11 @@ import keras
 from kmp import _backend
 from kmp._heads import output_layers
 from kmp._model import is_preprocessing, layers_of, path_of
+from kmp.dtypes import HALF_DTYPES
 from kmp.formats import formats
 from kmp.layers import Float32OutputDense
 from kmp.scaling import NoOpLossScale
 
-_HALF = ("float16", "bfloat16")
 _OURS = ("keras", "kmp")
 _MULTIPLE = 8  # NVIDIA, "Matrix Multiplication Background User's Guide": of 16-bit sizes
 
@@ -20,7 +20,7 @@ Hazards = Iterator[tuple[str, str, str]]  # path, problem, advice
 
 
 def _half_layers(model: keras.Model) -> list[keras.Layer]:
-    return [x for x in layers_of(model) if x.compute_dtype in _HALF]
+    return [x for x in layers_of(model) if x.compute_dtype in HALF_DTYPES]
 
 
 def _unscaled_float16(model: Any) -> Hazards:
@@ -72,7 +72,7 @@ def _takes_logarithms(loss: Any) -> bool:
 
 
 def _half_outputs(model: Any) -> list[keras.Layer]:
-    outputs = [x for x in output_layers(model) if x.compute_dtype in _HALF]
+    outputs = [x for x in output_layers(model) if x.compute_dtype in HALF_DTYPES]
     return [x for x in outputs if not isinstance(x, Float32OutputDense)]
 
 
@@ -132,7 +132,7 @@ def _epsilon(model: Any) -> Hazards:
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     weights = {v.dtype for v in model.trainable_variables}
-    owners += [("optimizer", inner, dtype) for dtype in _HALF if dtype in weights]
+    owners += [("optimizer", inner, dtype) for dtype in HALF_DTYPES if dtype in weights]
     for path, owner, dtype in owners:
         epsilon = getattr(owner, "epsilon", None)
         smallest = formats[dtype].smallest_subnormal

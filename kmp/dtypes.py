@@ -12,6 +12,7 @@ from kmp._types import DType, Tree
 
 T = TypeVar("T")
 
+HALF_DTYPES = ("float16", "bfloat16")
 SHORT_NAMES = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _LONG_NAMES = {"full": "float32"} | {short: long for long, short in SHORT_NAMES.items()}
 

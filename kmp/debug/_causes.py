@@ -12,10 +12,10 @@ from kmp.debug._blame import Blame, Cotangents, is_bad, measure
 from kmp.debug._policies import under
 from kmp.debug._replay import Call
 from kmp.debug.stats import TensorStats, tensor_stats
+from kmp.dtypes import HALF_DTYPES
 from kmp.formats import formats
 from kmp.trees import is_float
 
-_HALF = ("float16", "bfloat16")
 _NOT_PRECISION = (
     "not finite in float32 either, so not a matter of precision. Look for a division by zero, a "
     "logarithm or root of a number that is not positive, or weights that diverge"
@@ -32,7 +32,7 @@ def forward_cause(blame: Blame) -> str:
         bad = tensor_stats(variable).nonfinite
         if bad:
             return f"{bad} numbers of its variable {variable.path} are not finite"
-    if call.dtype not in _HALF:
+    if call.dtype not in HALF_DTYPES:
         return f"it computes in {call.dtype}, so not a matter of precision"
     again = blame.inputs if blame.part == "cast" else _in_float32(call)
     if not again or is_bad(again):
@@ -67,9 +67,9 @@ def backward_cause(
     if not again or is_bad(again):
         return _NOT_PRECISION
     dtype = blame.outputs[0].dtype if blame.outputs else ""
-    if dtype not in _HALF and blame.call is not None:
+    if dtype not in HALF_DTYPES and blame.call is not None:
         dtype = blame.call.dtype
-    if dtype not in _HALF:
+    if dtype not in HALF_DTYPES:
         return f"finite where all layers compute in float32 (largest {_largest(again):.5g})"
     found, largest = _left_the_range(again, dtype), _largest(again)
     if largest <= formats[dtype].largest:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from kmp._model import layers_of, path_of
+from kmp.dtypes import HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ def checked_policy(policy: str) -> str:
         compute_dtype = keras.dtype_policies.get(policy).compute_dtype
     except (ValueError, TypeError, AttributeError):
         compute_dtype = None
-    if compute_dtype not in ("float16", "bfloat16"):
+    if compute_dtype not in HALF_DTYPES:
         raise ValueError(
             "`policy` must name a dtype policy that computes in float16 or bfloat16. Received: "
             f"policy={policy!r}. Write 'mixed_float16' or 'mixed_bfloat16'."

@@ -13,9 +13,9 @@ from kmp.debug._preserved import Preserved
 from kmp.debug._replay import Batch, Call, backward, floats, forward
 from kmp.debug._shares import shares
 from kmp.debug.noise import as_float64
+from kmp.dtypes import HALF_DTYPES
 from kmp.formats import formats
 
-HALF_DTYPES = ("float16", "bfloat16")
 LARGEST_SCALE = 2.0**24  # the ceiling of kmp.DynamicLossScale
 
 

@@ -13,10 +13,11 @@ from kmp._types import Tree
 from kmp.debug._arguments import check_model
 from kmp.debug._policies import Unit, checked_policy, under, under_map, units_of
 from kmp.debug._preserved import Preserved
-from kmp.debug._ranges import HALF_DTYPES, LayerRange, ranges_of
+from kmp.debug._ranges import LayerRange, ranges_of
 from kmp.debug._replay import Batch, as_batch, call_model, floats
 from kmp.debug.nonfinite import first_blame
 from kmp.debug.precisions import output_sqnr, quality_of
+from kmp.dtypes import HALF_DTYPES
 from kmp.trees import all_finite
 
 

@@ -8,6 +8,7 @@ from keras import ops
 
 from kmp._types import Tensor, Tree
 from kmp.debug._replay import floats
+from kmp.dtypes import HALF_DTYPES
 
 
 def sqnr(reference: Tensor, x: Tensor) -> float:
@@ -61,6 +62,6 @@ def sqnr_of(reference: Tree, tree: Tree) -> float:
 def as_float64(x: Tensor) -> np.ndarray:
     """The numbers of a float tensor on the host."""
     dtype = getattr(x, "dtype", None)
-    if dtype is not None and keras.backend.standardize_dtype(dtype) in ("float16", "bfloat16"):
+    if dtype is not None and keras.backend.standardize_dtype(dtype) in HALF_DTYPES:
         x = ops.cast(x, "float32")  # NumPy knows no bfloat16, and some backends will not convert it
     return ops.convert_to_numpy(x).astype("float64")

@@ -7,8 +7,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._types import Tensor
-
-HALF_DTYPES = ("float16", "bfloat16")
+from kmp.dtypes import HALF_DTYPES
 
 
 @keras.saving.register_keras_serializable(package="kmp")
