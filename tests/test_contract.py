@@ -171,6 +171,7 @@ def fit(optimizer, mode, layers, x, y, loss="mse", **kwargs):
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input(x.shape[1:]), *layers()])
     model.compile(optimizer, loss, **FIT_MODES[mode])
+    model.optimizer.build(model.trainable_variables)  # or TensorFlow traces the step twice
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0, **kwargs)
     return model
 

@@ -55,6 +55,7 @@ def one_dense(policy="float32", jit=False, **settings):
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2, dtype=policy)])
     model, _ = kmp.quantize_aware(model, **settings)
     model.compile(optimizer(1.0), "mse", jit_compile=jit)
+    model.optimizer.build(model.trainable_variables)  # or TensorFlow traces the step twice
     return model, model.layers[0]
 
 

@@ -145,8 +145,10 @@ def test_empty_batch():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_fit(policy, jit):
     keras.config.set_dtype_policy(policy)
-    model = keras.Sequential([keras.layers.Dense(8), Float32OutputDense(3, "softmax")])
+    layers = [keras.layers.Dense(8), Float32OutputDense(3, "softmax")]
+    model = keras.Sequential([keras.Input((6,)), *layers])
     model.compile(keras.optimizers.SGD(0.5), "categorical_crossentropy", jit_compile=jit)
+    model.optimizer.build(model.trainable_variables)  # or TensorFlow traces the step twice
     x = np.eye(6)
     y = np.eye(3)[[0, 0, 1, 1, 2, 2]]
     losses = model.fit(x, y, epochs=8, verbose=0).history["loss"]
