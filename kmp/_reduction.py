@@ -93,15 +93,20 @@ def reduce_parts(
         for some in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
             order += [i for part in some for i in part.members]
             found.append(_reduced(kind, look, some))
-    if len(order) < number:
+    if not found:
         found.append(look(ops.zeros((1,))))
     columns = [ops.concatenate(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True)]
-    joined = join(tuple(columns))
-    if order == list(range(number)):
-        return joined
+    return in_rows(join(tuple(columns)), order, number)
+
+
+def in_rows(found: Tensor, order: Sequence[int], number: int) -> Tensor:
+    """[number, ...]: `found`, a row for each of `order`, in those rows; zeros in the others."""
+    if list(order) == list(range(number)):
+        return found
+    zero = ops.zeros((1, *found.shape[1:]), found.dtype)
     places = np.full(number, len(order), "int32")  # of the zero, unless there is a gradient
-    places[order] = np.arange(len(order))
-    return ops.take(joined, places, axis=0)
+    places[list(order)] = np.arange(len(order))
+    return ops.take(ops.concatenate([found[: len(order)], zero]), places, axis=0)
 
 
 def _group(part: Part, together: bool) -> tuple:

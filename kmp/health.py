@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._reduction import Columns, Part, reduce_parts
+from kmp._reduction import Columns, Part, in_rows, reduce_parts
 from kmp._types import Tensor
 
 # Levels of the last measured step first, then what is counted in every step. Levels are in true
@@ -76,16 +76,21 @@ def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False
         float32[number], above 0 for those; 0 where there is no gradient.
     """
 
+    if not parts:
+        return ops.zeros((number,), "float32")
+    if not _backend.inside_xla():
+        order = [i for part in parts for i in part.members]
+        values = [_backend.gradient_rows(part.values) for part in parts]
+        finite = _backend.are_finite(values, [part.stacked for part in parts])
+        return in_rows(ops.cast(ops.logical_not(finite), "float32"), order, number)
+
     def look(values: Tensor) -> Columns:
-        finite = ops.isfinite(values)
-        if not _backend.inside_xla():  # where each of these would be written
-            return (finite,)
         # Two columns, and both in use, for the sake of `_backend.reduce_columns` on CPUs.
-        nonfinite = ops.cast(ops.logical_not(finite), "int32")
+        nonfinite = ops.cast(ops.logical_not(ops.isfinite(values)), "int32")
         return nonfinite, nonfinite
 
     def join(columns: Columns) -> Tensor:
-        return ops.logical_not(*columns) if len(columns) == 1 else ops.maximum(*columns)
+        return ops.maximum(*columns)
 
     return ops.cast(reduce_parts(look, join, parts, number, together), "float32")
 

@@ -15,7 +15,7 @@ from keras import ops
 
 from kmp._arguments import is_number, number, scale_number, whole_number
 from kmp._types import Tensor, Tree
-from kmp.trees import at_least_float32, map_gradients
+from kmp.trees import multiply
 
 
 class ScaleState(NamedTuple):
@@ -60,7 +60,7 @@ class _Rule:
 
     def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
         """Return `loss * state.scale`, in at least float32 (float16 would end at 65504)."""
-        return map_gradients(lambda x: ops.multiply(at_least_float32(x), state.scale), loss)
+        return multiply(loss, state.scale)
 
     def unscale(self, tree: Tree, state: ScaleState) -> Tree:
         """Return every float leaf times `1 / state.scale`, in at least float32.
@@ -68,8 +68,7 @@ class _Rule:
         As torch.amp.GradScaler. XLA computes a product again wherever it is needed; a quotient it
         would keep in memory.
         """
-        inverse = ops.reciprocal(state.scale)
-        return map_gradients(lambda x: ops.multiply(at_least_float32(x), inverse), tree)
+        return multiply(tree, ops.reciprocal(state.scale))
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""

@@ -28,8 +28,11 @@ def all_finite(tree: Tree) -> Tensor:
     True
     """
     leaves = [_backend.gradient_values(x) for x in keras.tree.flatten(tree) if x is not None]
-    flags = [ops.all(ops.isfinite(x)) for x in leaves if is_float(x)]
-    return ops.all(ops.stack(flags)) if flags else ops.convert_to_tensor(True, "bool")
+    floats = [ops.convert_to_tensor(x) for x in leaves if is_float(x)]
+    floats = [x for x in floats if 0 not in x.shape]
+    if not floats:
+        return ops.convert_to_tensor(True, "bool")
+    return ops.all(_backend.are_finite(floats, [False] * len(floats)))
 
 
 def max_abs(tree: Tree) -> Tensor:
@@ -104,6 +107,16 @@ def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree
         return _backend.map_gradient_values(function, g) if is_float(g) else g
 
     return keras.tree.map_structure(leaf, gradients)
+
+
+def multiply(tree: Tree, factor: Tensor) -> Tree:
+    """Return every float leaf times a scalar, in at least float32; the others as they are."""
+    leaves = keras.tree.flatten(map_gradients(at_least_float32, tree))
+    places = [i for i, x in enumerate(leaves) if is_float(x)]
+    products = _backend.multiply([leaves[i] for i in places], factor)
+    for i, product in zip(places, products, strict=True):
+        leaves[i] = product
+    return keras.tree.pack_sequence_as(tree, leaves)
 
 
 def is_float(x: Any) -> bool:

@@ -146,6 +146,62 @@ def test_an_eager_step_compiles_nothing_that_an_earlier_one_did():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.only("torch")
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("path", ["_extremes_are_finite", "_norms_are_finite"])  # CPUs', GPUs'
+def test_a_number_that_is_not_finite_is_found_wherever_it_stands(path, dtype):
+    """Vectorised loops have heads, tails and threads' borders."""
+    import torch
+
+    from kmp._backend import torch as torch_backend
+
+    find, dtype = getattr(torch_backend, path), getattr(torch, dtype)
+    largest = torch.finfo(dtype).max
+    for size in (1, 2, 17, 64, 127, 4097, 70001):
+        good = torch.linspace(-1, 1, size, dtype=torch.float64).to(dtype) * largest
+        for bad in (np.nan, np.inf, -np.inf):
+            for place in {0, size // 2, size - 1}:
+                poisoned = good.clone()
+                poisoned[place] = bad
+                rows = torch.stack([good, poisoned, good])
+                found = find([(rows, True), (poisoned, False), (good[None], False), (rows, False)])
+                assert found.tolist() == [True, False, True, False, True, False]
+    other = torch.tensor([1e300], dtype=torch.float64)  # beside one that is wider
+    assert find([(good, False), (other, False)]).tolist() == [True, True]
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize("measures", [False, True])
+def test_a_step_takes_no_more_operators_for_more_variables(measures):
+    """Beside those of the inner optimizer; a view of a tensor is none that runs."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += not function.is_view
+            return function(*args, **(kwargs or {}))
+
+    def operators(optimizer, number):
+        variables = [keras.Variable(np.ones((8, 8), "float32")) for _ in range(number)]
+        run = Run(optimizer, variables=variables)
+        if isinstance(optimizer, kmp.LossScaleOptimizer):
+            optimizer.steps.assign(200)  # past those that are all measured
+        gradients = [torch.ones(8, 8) for _ in variables]
+        with Counter() as counter:
+            optimizer.apply(gradients, run.variables)
+        return counter.number
+
+    def added(number):
+        adam = keras.optimizers.Adam
+        ours = kmp.LossScaleOptimizer(adam(), measure_gradients=measures)
+        return operators(ours, number) - operators(adam(), number)
+
+    assert added(60) == added(6)
+
+
 @pytest.mark.only("tensorflow")
 @pytest.mark.parametrize("mode", COMPILED_MODES)
 def test_masked_assignments_keep_or_are_the_assignments(mode):

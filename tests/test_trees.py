@@ -40,6 +40,8 @@ def test_all_finite_looks_at_the_last_leaf(last):
         (INF, False),
         (np.float32([1, 3e38]), True),
         ([None, np.float32([INF])], False),
+        ([np.zeros((0, 3), "float32")], True),
+        ([np.zeros((0, 3), "float32"), NAN], False),
     ],
     ids=str,
 )

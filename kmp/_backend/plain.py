@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keras import ops
-from keras.backend import standardize_dtype
 
 from kmp._types import Gradient, Tensor, Tree, Variable
 
@@ -82,17 +81,29 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The maximum of the second column and the sums of the others, one after another.
+    """The maximum of the second column and the sums of the others, one after another."""
+    pairs = enumerate(columns)
+    return tuple(ops.max(x, axes, initial=0) if i == 1 else ops.sum(x, axes) for i, x in pairs)
 
-    Of booleans, which only come outside XLA, whether all are true.
+
+def are_finite(tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
+    """Whether all numbers of each tensor, or of each of its rows, are finite.
+
+    Args:
+        tensors: of floats; at least one.
+        by_row: for each, whether it is a matrix whose rows are asked for one by one.
+
+    Returns:
+        bool[n], one for each tensor or row, in their order.
     """
+    pairs = zip(tensors, by_row, strict=True)
+    flags = [ops.all(ops.isfinite(x), axis=1 if rows else None) for x, rows in pairs]
+    return ops.concatenate([ops.reshape(x, (-1,)) for x in flags])
 
-    def reduce(i, x):
-        if standardize_dtype(x.dtype) == "bool":
-            return ops.all(x, axes)
-        return ops.max(x, axes, initial=0) if i == 1 else ops.sum(x, axes)
 
-    return tuple(reduce(i, x) for i, x in enumerate(columns))
+def multiply(gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
+    """Each gradient, of float32 or wider, times a scalar."""
+    return [ops.multiply(x, factor) for x in gradients]
 
 
 def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> bool:

@@ -89,6 +89,11 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
     return function(gradient)
 
 
+def multiply(gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
+    """Each gradient, of float32 or wider, times a scalar; sparse stays sparse."""
+    return [map_gradient_values(lambda x: ops.multiply(x, factor), g) for g in gradients]
+
+
 def verdict(
     number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
