@@ -111,9 +111,10 @@ def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree
 
 def multiply(tree: Tree, factor: Tensor) -> Tree:
     """Return every float leaf times a scalar, in at least float32; the others as they are."""
-    leaves = keras.tree.flatten(map_gradients(at_least_float32, tree))
+    leaves = keras.tree.flatten(tree)
     places = [i for i, x in enumerate(leaves) if is_float(x)]
-    products = _backend.multiply([leaves[i] for i in places], factor)
+    wide = [_backend.map_gradient_values(at_least_float32, leaves[i]) for i in places]
+    products = _backend.multiply(wide, factor)
     for i, product in zip(places, products, strict=True):
         leaves[i] = product
     return keras.tree.pack_sequence_as(tree, leaves)

@@ -30,6 +30,8 @@ def make_model(optimizer, jit=False):
 
 def fit(model, poisoned_rows=()):
     x, y = data(poisoned_rows)
+    if not model.optimizer.built:  # or TensorFlow traces the step twice
+        model.optimizer.build(model.trainable_variables)
     model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
 
 

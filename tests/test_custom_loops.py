@@ -69,6 +69,7 @@ def make_model(mode, kind=keras.Model):
     rule = kmp.DynamicLossScale(INITIAL_SCALE, growth_interval=2)
     optimizer = kmp.scaled(keras.optimizers.Adam, rule, learning_rate=1e-2)
     model.compile(optimizer, loss=loss_of, **MODES[mode])
+    optimizer.build(model.trainable_variables)  # or TensorFlow traces the step of `fit` twice
     return model
 
 
@@ -88,7 +89,6 @@ def by_train_on_batch(mode):
 
 def by_loop_on_tensorflow(mode):
     model = make_model(mode)
-    model.optimizer.build(model.trainable_variables)
 
     def step(x, y):
         with tf.GradientTape() as tape:
@@ -106,7 +106,6 @@ def by_loop_on_tensorflow(mode):
 def by_loop_on_jax(mode):
     model = make_model(mode)
     optimizer = model.optimizer
-    optimizer.build(model.trainable_variables)
 
     def scaled_loss(weights, others, state, x, y):
         logits, others = model.stateless_call(weights, others, x, training=True)
@@ -132,7 +131,6 @@ def by_loop_on_jax(mode):
 
 def by_loop_on_torch(mode):
     model = make_model(mode)
-    model.optimizer.build(model.trainable_variables)
     for x, y in batches():
         model.zero_grad()
         loss = loss_of(torch.as_tensor(y), model(x, training=True))

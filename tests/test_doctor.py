@@ -83,6 +83,7 @@ def test_the_command_prints_the_report():
     assert f"{BACKEND}, Keras {keras.__version__}" in done.stdout
 
 
+@pytest.mark.only("tensorflow")
 def test_an_unknown_command_is_answered_by_the_known_ones():
     done = subprocess.run(
         [sys.executable, "-m", "kmp", "docter"], env=environment(), capture_output=True, text=True

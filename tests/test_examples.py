@@ -96,6 +96,9 @@ EXPECTED = {
 # They train a dozen models, whose compiling takes most of a minute where steps are compiled.
 ON_TORCH_ALONE = {"quantization_aware.py", "when_float16_fails.py"}
 
+# It runs a model eagerly under as many policies as it has layers, each of which JAX compiles.
+NOT_ON_JAX = {"keep_one_layer_in_float32.py"}
+
 # Those that make devices, and settings of the process, of their own.
 IN_A_PROCESS_OF_THEIR_OWN = {"distributed.py", "bfloat16_tpu.py"}
 
@@ -206,12 +209,14 @@ def check_that_conversion_costs_nothing(printed):
     assert before > 90 and after >= before - 1.0 and later >= before - 2.0
 
 
+def backends_of(script):
+    if script in ON_TORCH_ALONE:
+        return ["torch"]
+    return ["tensorflow", "torch"] if script in NOT_ON_JAX else ["tensorflow", "jax", "torch"]
+
+
 @pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(name, marks=pytest.mark.only("torch")) if name in ON_TORCH_ALONE else name
-        for name in SCRIPTS
-    ],
+    "script", [pytest.param(x, marks=pytest.mark.only(*backends_of(x))) for x in SCRIPTS]
 )
 def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path, monkeypatch):
     if script in IN_A_PROCESS_OF_THEIR_OWN:

@@ -105,6 +105,7 @@ for file in sorted(pathlib.Path(sys.argv[1]).glob("*.keras")):
 """
 
 
+@pytest.mark.only("tensorflow", "torch")  # as above; files are the same code on all backends
 def test_all_kinds_come_back_in_a_new_process(tmp_path):
     """Bit-equal outputs and the same dtypes, where the global policy is float32."""
     for name, build in kinds.KINDS.items():
