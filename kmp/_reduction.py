@@ -103,10 +103,12 @@ def in_rows(found: Tensor, order: Sequence[int], number: int) -> Tensor:
     """[number, ...]: `found`, a row for each of `order`, in those rows; zeros in the others."""
     if list(order) == list(range(number)):
         return found
-    zero = ops.zeros((1, *found.shape[1:]), found.dtype)
+    if len(order) < number:
+        zero = ops.zeros((1, *found.shape[1:]), found.dtype)
+        found = ops.concatenate([found[: len(order)], zero])
     places = np.full(number, len(order), "int32")  # of the zero, unless there is a gradient
     places[list(order)] = np.arange(len(order))
-    return ops.take(ops.concatenate([found[: len(order)], zero]), places, axis=0)
+    return ops.take(found, places, axis=0)
 
 
 def _group(part: Part, together: bool) -> tuple:

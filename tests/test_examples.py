@@ -96,7 +96,7 @@ EXPECTED = {
 # They train a dozen models, whose compiling takes most of a minute where steps are compiled.
 ON_TORCH_ALONE = {"quantization_aware.py", "when_float16_fails.py"}
 
-# It runs a model eagerly under as many policies as it has layers, each of which JAX compiles.
+# It runs a model under one policy after another, each of which JAX compiles operation by operation.
 NOT_ON_JAX = {"keep_one_layer_in_float32.py"}
 
 # Those that make devices, and settings of the process, of their own.

@@ -230,6 +230,27 @@ def test_unscale_divides_by_what_scale_multiplied_with(rule):
         np.testing.assert_array_equal(ops.convert_to_numpy(x), ops.convert_to_numpy(y))
 
 
+@pytest.mark.only("jax", "torch")
+def test_gradients_of_each_example():
+    """By vectorising the gradient of a scaled loss, unscaled and checked in there."""
+    if oracle.BACKEND == "jax":
+        from jax import grad, vmap
+    else:
+        from torch.func import grad, vmap
+    rule = kmp.DynamicLossScale(1024)
+    state = rule.init()
+
+    def of_example(x):
+        scaled = grad(lambda w: rule.scale(ops.sum(ops.square(w)), state))(x)
+        (gradient,) = rule.unscale([scaled], state)
+        return gradient, kmp.all_finite([gradient])
+
+    examples = ops.convert_to_tensor(np.float32([[1, 2], [3, np.inf]]))
+    gradients, finite = vmap(of_example)(examples)
+    np.testing.assert_array_equal(ops.convert_to_numpy(gradients), [[2, 4], [6, np.inf]])
+    np.testing.assert_array_equal(ops.convert_to_numpy(finite), [True, False])
+
+
 def test_unscale_keeps_what_is_no_float():
     rule = kmp.StaticLossScale(4)
     count = ops.array([8, 9], "int32")

@@ -22,8 +22,11 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
 
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
     """Each gradient, of float32 or wider, times a scalar; on GPUs in a kernel for many."""
-    tensors = [ops.convert_to_tensor(x) for x in gradients]
-    return torch._foreach_mul(tensors, ops.convert_to_tensor(factor)) if tensors else []
+    tensors, factor = [ops.convert_to_tensor(x) for x in gradients], ops.convert_to_tensor(factor)
+    # torch.func's transformations, of which vmap gives gradients by example, know no foreach.
+    if not tensors or torch._C._are_functorch_transforms_active():
+        return [x * factor for x in tensors]
+    return torch._foreach_mul(tensors, factor)
 
 
 def are_finite(tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
