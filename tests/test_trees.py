@@ -23,6 +23,15 @@ def test_all_finite_sees_one_bad_number(mode, dtype, bad):
     assert not number(check(tree))
 
 
+@pytest.mark.only("torch")
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_all_finite_of_float8(dtype):
+    import torch
+
+    good, bad = (torch.tensor([1.0, x]).to(getattr(torch, dtype)) for x in (2.0, NAN))
+    assert kmp.all_finite(good) and not kmp.all_finite([good, bad])
+
+
 @pytest.mark.parametrize("last", [INF, NAN])
 def test_all_finite_looks_at_the_last_leaf(last):
     assert not number(kmp.all_finite([ops.ones(3), ops.array([1.0, last])]))

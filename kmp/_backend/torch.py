@@ -43,6 +43,8 @@ def are_finite(tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
     Returns:
         bool[n], one for each tensor or row, in their order.
     """
+    # (Of float8 torch has next to no operators.)
+    tensors = [x if x.element_size() > 1 else x.float() for x in tensors]
     pairs = list(zip(tensors, by_row, strict=True))
     return (_norms_are_finite if tensors[0].is_cuda else _extremes_are_finite)(pairs)
 
