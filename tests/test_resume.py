@@ -53,6 +53,7 @@ def test_saved_in_mid_epoch_and_continued_elsewhere(interrupted):
     assert_same(np.load(interrupted / "whole.npz"), np.load(interrupted / "continued.npz"))
 
 
+@pytest.mark.only("tensorflow")  # files are the same code on all backends
 def test_killed_while_writing_the_backup(interrupted, tmp_path):
     """Keras keeps the last backup but one on request; a torn file leads to it."""
     directory = tmp_path / "double"

@@ -37,6 +37,7 @@ numpy.save(sys.argv[2], model.predict(numpy.load(sys.argv[3]), verbose=0))
 """
 
 
+@pytest.mark.only("tensorflow")  # files are the same code on all backends
 def test_loads_in_another_process_that_imports_only_the_layers(tmp_path):
     keras.config.set_dtype_policy("mixed_bfloat16")
     model = model_of_both(jit_compile=False)
