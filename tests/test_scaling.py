@@ -243,10 +243,11 @@ def test_gradients_of_each_example():
     def of_example(x):
         scaled = grad(lambda w: rule.scale(ops.sum(ops.square(w)), state))(x)
         (gradient,) = rule.unscale([scaled], state)
-        return gradient, kmp.all_finite([gradient])
+        return scaled, gradient, kmp.all_finite([gradient])
 
     examples = ops.convert_to_tensor(np.float32([[1, 2], [3, np.inf]]))
-    gradients, finite = vmap(of_example)(examples)
+    scaled, gradients, finite = vmap(of_example)(examples)
+    np.testing.assert_array_equal(ops.convert_to_numpy(scaled), [[2048, 4096], [6144, np.inf]])
     np.testing.assert_array_equal(ops.convert_to_numpy(gradients), [[2, 4], [6, np.inf]])
     np.testing.assert_array_equal(ops.convert_to_numpy(finite), [True, False])
 
