@@ -7,13 +7,19 @@ skipped. Branches stand in the cross-replica context: TensorFlow refuses to sync
 inside one that stands in a replica's.
 """
 
-from collections.abc import Callable
+import collections
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from kmp._backend import plain
 from kmp._types import Gradient, Tensor, Variable
+
+_lock = threading.Lock()
+_replicas_within: collections.Counter[int] = collections.Counter()  # by the optimizer's id
 
 
 def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> bool:
@@ -35,8 +41,6 @@ def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[
             "context of a tf.distribute strategy. Call it inside the function that you give to "
             "strategy.run(...)."
         )
-    # Keras reduces right before the update; by then clipping has seen the unreduced gradients.
-    optimizer.inner_optimizer._all_reduce_sum_gradients = _as_they_are
     gradients = _all_reduced(gradients)
     if merges_replicas():
         tf.distribute.get_replica_context().merge_call(
@@ -44,8 +48,29 @@ def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[
             args=(gradients, variables),
         )
     else:
-        optimizer.step(gradients, variables)
+        with _reduced_already(optimizer.inner_optimizer):
+            optimizer.step(gradients, variables)
     return True
+
+
+@contextlib.contextmanager
+def _reduced_already(inner: Any) -> Iterator[None]:
+    """Within, a Keras optimizer does not sum the gradients over the replicas a second time.
+
+    Keras sums right before the update, after clipping has seen the gradients of one replica.
+    Afterwards the optimizer is as it was, for it may be used without loss scaling too. Each
+    replica is a thread of its own: the last one to leave puts the optimizer's own method back.
+    """
+    with _lock:
+        _replicas_within[id(inner)] += 1
+        inner._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
+    try:
+        yield
+    finally:
+        with _lock:
+            _replicas_within[id(inner)] -= 1
+            if not _replicas_within[id(inner)]:
+                del _replicas_within[id(inner)], inner._all_reduce_sum_gradients
 
 
 def merges_replicas() -> bool:
@@ -70,10 +95,6 @@ def keep_old_values(kept: Tensor, variables: list[Variable], old: list[Tensor]) 
     tf.__internal__.distribute.interim.maybe_merge_call(restore, strategy, old, kept)
 
 
-def _as_they_are(grads_and_vars):
-    return grads_and_vars
-
-
 def _all_reduced(gradients: list[Gradient]) -> list[Gradient]:
     present = [g for g in gradients if g is not None]
     replica = tf.distribute.get_replica_context()
@@ -94,7 +115,8 @@ def _decide_once(
     measured = optimizer.measured(local(scaled), local(gradients), variables)
 
     def update():
-        _update(on_each_replica, optimizer.inner_optimizer, gradients, variables)
+        with _reduced_already(optimizer.inner_optimizer):
+            _update(on_each_replica, optimizer.inner_optimizer, gradients, variables)
         return measured.finite
 
     tf.cond(optimizer.admitted(measured.finite), update, lambda: measured.finite)

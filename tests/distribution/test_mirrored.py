@@ -70,6 +70,19 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize("merge", [True, False], ids=["merge", "no_merge"])
+def test_the_inner_optimizer_can_be_used_alone_afterwards(merge):
+    """It sums over the replicas again; otherwise their weights would drift apart."""
+    strategy = mirrored(2)
+    with contextlib.nullcontext() if merge else no_merge_call(strategy):
+        run = Run(strategy, lambda: kmp.scaled("sgd", learning_rate=0.25), graph=False)
+        run.step(gradients(2, "none"))
+        run.optimizer = run.optimizer.inner_optimizer
+        run.step([[1.0, 0.0], [0.0, 2.0]])
+    weights = run.on_each_replica(run.variable)
+    np.testing.assert_array_equal(weights[0], weights[1])
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("replicas", [1, 2])
