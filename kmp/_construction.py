@@ -116,6 +116,18 @@ def warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> 
         )
 
 
+def warn_of_unscaled_loss() -> None:
+    """Warn that gradients arrive although nothing has scaled their loss."""
+    warnings.warn(
+        "Gradients are applied, but nothing has scaled their loss: they will be divided by a loss "
+        "scale that they were not multiplied with, and the weights hardly move. In your "
+        "train_step, write loss = self.optimizer.scale_loss(loss) before taking gradients; in a "
+        "loop of your own in JAX, optimizer.stateless_scale_loss(optimizer_variables, loss). If "
+        'nothing needs scaling, as in bfloat16, write kmp.scaled(..., loss_scale="none").',
+        stacklevel=3,
+    )
+
+
 def refuse_float16_on_tpu(variables: Sequence[Variable]) -> None:
     """Raise ValueError where a TPU's compiler would give up later, and less clearly."""
     where = _float16_in(variables)

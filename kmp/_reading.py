@@ -15,7 +15,7 @@ from kmp.report import GradientReport, read_events
 def read_report(optimizer: Any, model: Any = None) -> GradientReport:
     """Read what `optimizer`, built and measuring, has counted; inside `fit` that of `model`."""
     variables = [
-        optimizer.dynamic_scale,
+        optimizer.scale_variable,
         optimizer.steps,
         optimizer.skipped_steps,
         optimizer.consecutive_skips,
@@ -38,6 +38,7 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
         events=read_events(events, paths),
         measured_step=measured_step,
         details=details if details_step else None,
+        loss_is_scaled=optimizer.scale_was_read or not optimizer.loss_scale_matters,
     )
 
 

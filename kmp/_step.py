@@ -64,10 +64,9 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
     """
 
     @property
-    def scale_state(self) -> ScaleState:
-        """The loss scale's state as tensors, to read or to hand to `loss_scale`."""
+    def _state(self) -> ScaleState:
         return ScaleState(
-            ops.convert_to_tensor(self.dynamic_scale),
+            ops.convert_to_tensor(self.scale_variable),
             ops.convert_to_tensor(self.step_counter),
             ops.convert_to_tensor(self.consecutive_skips),
         )
@@ -86,7 +85,7 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
 
     def unscaled(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
         """Divide the gradients by the scale that the loss was multiplied with."""
-        return self._unscaled(grads, [self._kind(v) for v in variables], self.scale_state)
+        return self._unscaled(grads, [self._kind(v) for v in variables], self._state)
 
     def _kind(self, variable: Variable) -> Kind:
         # Keras's accumulators have the variable's dtype and must meet their own.
@@ -138,7 +137,7 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
 
     def _divided(self, parts: list[Part]) -> list[Part]:
         kinds = [part.kind for part in parts]
-        values = self._unscaled([part.values for part in parts], kinds, self.scale_state)
+        values = self._unscaled([part.values for part in parts], kinds, self._state)
         return [part._replace(values=x) for part, x in zip(parts, values, strict=True)]
 
     def _looked_at(self, parts: list[Part], true: Callable[..., list[Part]] = list) -> Measured:
@@ -209,7 +208,7 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
 
     def record(self, measured: Measured) -> None:
         """Write down the verdict: the next scale, the counters and the measurements."""
-        finite, before = measured.finite, self.scale_state
+        finite, before = measured.finite, self._state
         skipped = ops.logical_not(self.admitted(finite))
         largest = () if measured.max_abs is None else (measured.max_abs,)
         state = self.loss_scale.next(before, finite, *largest)
@@ -219,7 +218,7 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
         finite_steps = ops.where(may_move, state.finite_steps, kept)
         if self.gradient_health is not None:
             self._record_measurements(measured)
-        self.dynamic_scale.assign(ops.where(may_move, state.scale, before.scale))
+        self.scale_variable.assign(ops.where(may_move, state.scale, before.scale))
         self.step_counter.assign(ops.cast(finite_steps, self.step_counter.dtype))
         self.consecutive_skips.assign(state.overflows)
         self.skipped_steps.assign_add(ops.cast(skipped, "int32"))
@@ -231,7 +230,7 @@ class ScaledStep(MeasuresGradients, ForwardsToInner):
             self._window.record(finite)
 
     def _record_measurements(self, measured: Measured) -> None:
-        step, scale = self._step_number(), self.scale_state.scale
+        step, scale = self._step_number(), self._state.scale
         events = ops.convert_to_tensor(self.overflow_events)
         self.overflow_events.assign(
             health.add_event(events, step, scale, measured.blamed, measured.loss_finite)

@@ -87,7 +87,7 @@ def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
     """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` gives it."""
     rule = optimizer.loss_scale
     return {
-        "scale": float(optimizer.dynamic_scale.numpy()),
+        "scale": float(optimizer.scale_variable.numpy()),
         "growth_factor": getattr(rule, "growth_factor", 1.0),
         "backoff_factor": getattr(rule, "backoff_factor", 1.0),
         "growth_interval": getattr(rule, "growth_interval", 2**31 - 1),
@@ -120,7 +120,7 @@ def load_grad_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
         min_scale=min(optimizer.loss_scale.min_scale, scale),
         max_scale=max(optimizer.loss_scale.max_scale, scale),
     )
-    optimizer.dynamic_scale.assign(scale)
+    optimizer.scale_variable.assign(scale)
     optimizer.step_counter.assign(tracker)
 
 

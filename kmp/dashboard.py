@@ -19,9 +19,8 @@ LAYOUT: dict[str, dict[str, Any]] = {
         "skipped steps": ["mixed_precision/skipped_steps$"],
         "headroom, bits": ["mixed_precision/headroom_bits$"],
         "float16: % of the gradient degraded, lost": ["mixed_precision/(degraded|lost)_pct$"],
-        "verdict: 0 healthy, 1 calibrating, 2 underflow, 3 unstable, 4 collapsed, 5 forward NaN": [
-            "mixed_precision/verdict$"
-        ],
+        "verdict: 0 healthy, 1 calibrating, 2 underflow, 3 unstable, 4 stalled, 5 collapsed, "
+        "6 forward NaN": ["mixed_precision/verdict$"],
     },
     "Gradient health": {
         "global norm": ["grad/global_norm$"],

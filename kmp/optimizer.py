@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from kmp import _backend, checkpoint, scaling
+from kmp._checked import checked_gradients, refuse_complex, refuse_unknown
 from kmp._construction import (
     checked_choice,
     checked_inner,
@@ -17,11 +18,15 @@ from kmp._construction import (
     portable_config,
     refuse_float16_on_tpu,
     warn_of_unscaled_float16,
+    warn_of_unscaled_loss,
 )
 from kmp._step import ScaledStep
 from kmp._types import Gradient, Tensor, Variable
 from kmp._window import ON_OVERFLOW, DroppedWindow
+from kmp.scaling import NoOpLossScale, ScaleState, StaticLossScale
 from kmp.trees import all_finite
+
+_SCALE_OF_1 = StaticLossScale(1.0)
 
 
 def scaled(
@@ -97,9 +102,14 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         consecutive_skips: int32[], skipped steps in a row up to now.
         gradient_health: float32[num_variables, 5] or None; see `gradient_report()`.
         variable_paths: the path of the variable in each row of it.
+        scale_was_read: bool, whether anything has asked for the scale so far. A training step that
+            never does forgets to scale its loss.
 
     Raises:
         ValueError: if the inner optimizer scales the loss itself, or an argument is out of range.
+
+    Warns:
+        UserWarning: if the first step applies gradients and nothing has asked for the scale before.
 
     Example:
 
@@ -131,6 +141,7 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
         self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
         self.measure_gradients = bool(measure_gradients)
+        self.scale_was_read, self._warned_of_unscaled_loss = False, False
         self._forward_settings()
 
     @property
@@ -138,17 +149,41 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         """Training steps so far, skipped ones included; `iterations` counts the applied ones."""
         return self._iterations
 
+    @property
+    def dynamic_scale(self) -> Variable:
+        """float32[], the scale of the next step. Who reads it is taken to scale the loss by it."""
+        self.scale_was_read = True
+        return self.scale_variable
+
+    @dynamic_scale.setter
+    def dynamic_scale(self, variable: Variable) -> None:  # Keras's `build` makes it
+        self.scale_variable = variable
+
+    @property
+    def loss_scale_matters(self) -> bool:
+        """Whether gradients are divided by anything but 1."""
+        return not (isinstance(self.loss_scale, NoOpLossScale) or self.loss_scale == _SCALE_OF_1)
+
+    @property
+    def scale_state(self) -> ScaleState:
+        """The loss scale's state as tensors, to read or to hand to `loss_scale`."""
+        self.scale_was_read = True
+        return self._state
+
     def build(self, var_list: Sequence[Variable]) -> None:
         if self.built:
             return
         var_list = list(var_list)
+        refuse_complex(var_list)
         warn_of_unscaled_float16(self.loss_scale, var_list)
         refuse_float16_on_tpu(var_list)
         # Keras's wrapper builds the inner optimizer with tracking switched off, and so loses what
         # that tracks by assigning it: Nadam's product of momenta, which is then never carried on.
         self.inner_optimizer.build(var_list)
+        scale_was_read = self.scale_was_read
         with self._settings_of_a_bare_base():
             super().build(var_list)
+        self.scale_was_read = scale_was_read  # TensorFlow's tracking reads what is set
         self.variable_paths = tuple(getattr(v, "path", v.name) for v in var_list)
         self._sizes = tuple(math.prod(v.shape) for v in var_list)
         self.skipped_steps = self._add("skipped_steps", dtype="int32")
@@ -164,9 +199,10 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         On TensorFlow and PyTorch it also notes whether the loss is finite: if not, and its
         gradients therefore are not either, the scale, which is not to blame, stays.
         """
+        self.scale_was_read = True
         if self.built:
             _backend.note_loss(self.loss_nonfinite, ops.logical_not(all_finite(loss)))
-        state = self.scale_state if self.built else self.loss_scale.init()
+        state = self._state if self.built else self.loss_scale.init()
         return self.loss_scale.scale(loss, state)
 
     def apply(
@@ -175,11 +211,12 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         """Update the variables, or nothing if any gradient is not finite.
 
         Args:
-            grads: gradients of the *scaled* loss; tensors, `tf.IndexedSlices` or None.
+            grads: gradients of the *scaled* loss; tensors, arrays, `tf.IndexedSlices` or None.
             trainable_variables: their variables; those of `build` if left out.
 
         Raises:
-            ValueError: if there is no gradient at all, or not one for each variable.
+            ValueError: if there is no gradient at all, not one for each variable, one of another
+                shape than its variable, or a variable that the optimizer was not built with.
         """
         grads = list(grads)
         if not grads:
@@ -192,16 +229,11 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
                 )
             self.build(list(trainable_variables))
         variables = list(trainable_variables or self._trainable_variables)
-        if len(grads) != len(variables):
-            raise ValueError(
-                "`grads` must hold one gradient (or None) for each variable. Received: "
-                f"{len(grads)} gradients for {len(variables)} variables."
-            )
-        if all(g is None for g in grads):
-            raise ValueError(
-                "No gradients provided for any variable. Is the loss computed from the model's "
-                "outputs, and does `compile` have a `loss`?"
-            )
+        refuse_unknown(variables, lambda v: self._var_key(v) in self._trainable_variables_indices)
+        grads = checked_gradients(grads, variables)
+        if self.loss_scale_matters and not (self.scale_was_read or self._warned_of_unscaled_loss):
+            self._warned_of_unscaled_loss = True
+            warn_of_unscaled_loss()
         if not _backend.step_on_replicas(self, grads, variables):
             self.step(grads, variables)
 

@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Tell whether no float in a structure of tensors is inf or NaN.
+    """Tell whether no number in a structure of tensors is inf or NaN.
 
     Args:
         tree: nested structure of tensors of any shape; integers, bools and None count as finite,
-            `tf.IndexedSlices` are looked at by their values.
+            `tf.IndexedSlices` are looked at by their values, complex numbers by both parts.
 
     Returns:
         bool[], True for an empty structure.
@@ -28,6 +28,7 @@ def all_finite(tree: Tree) -> Tensor:
     True
     """
     leaves = [_backend.gradient_values(x) for x in keras.tree.flatten(tree) if x is not None]
+    leaves += [part(x) for x in leaves if is_complex(x) for part in (ops.real, ops.imag)]
     floats = [ops.convert_to_tensor(x) for x in leaves if is_float(x)]
     floats = [x for x in floats if 0 not in x.shape]
     if not floats:
@@ -110,8 +111,9 @@ def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree
 
 
 def multiply(tree: Tree, factor: Tensor) -> Tree:
-    """Return every float leaf times a scalar, in at least float32; the others as they are."""
+    """Return every float or complex leaf times a scalar, in at least float32; others unchanged."""
     leaves = keras.tree.flatten(tree)
+    leaves = [ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x for x in leaves]
     places = [i for i, x in enumerate(leaves) if is_float(x)]
     wide = [_backend.map_gradient_values(at_least_float32, leaves[i]) for i in places]
     products = _backend.multiply(wide, factor)
@@ -125,6 +127,11 @@ def is_float(x: Any) -> bool:
     if not hasattr(x, "dtype"):
         return isinstance(x, float)
     return keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype))
+
+
+def is_complex(x: Any) -> bool:
+    """Tell whether `x` is a tensor or array of complex numbers."""
+    return hasattr(x, "dtype") and keras.backend.standardize_dtype(x.dtype).startswith("complex")
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -14,7 +14,15 @@ from kmp.report import GradientReport
 from kmp.scaling import DynamicLossScale
 
 # From the best to the worst; a state's place is its number in logs and charts.
-STATES = ("HEALTHY", "CALIBRATING", "UNDERFLOW", "UNSTABLE", "COLLAPSED", "FORWARD-NAN")
+STATES = (
+    "HEALTHY",
+    "CALIBRATING",
+    "UNDERFLOW",
+    "UNSTABLE",
+    "STALLED",
+    "COLLAPSED",
+    "FORWARD-NAN",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Verdict:
     CALIBRATING  in the first 100 steps: the loss scale is being found, by overflows
     UNDERFLOW    float16 loses gradients at a scale that could be higher
     UNSTABLE     overflows, gradients or updates are far more, or larger, than in sound training
+    STALLED      the weights hardly move, although there are gradients
     COLLAPSED    gradients overflow although the loss scale cannot sink any more
     FORWARD-NAN  the loss itself is not finite: no loss scale can help
     ```
@@ -134,6 +143,15 @@ def judge(
             + (", its floor" if isinstance(rule, DynamicLossScale) else ", which is fixed"),
             "The scale is not to blame any more: keep that layer in float32, or rescale its "
             "inputs; min_scale may be lowered.",
+        )
+    if report.step and not report.loss_is_scaled:
+        return Verdict(
+            "STALLED",
+            "",
+            f"nothing scales the loss, but gradients are divided by a loss scale of "
+            f"{report.loss_scale:g}",
+            "In your train_step, write loss = self.optimizer.scale_loss(loss) before taking "
+            'gradients; or kmp.scaled(..., loss_scale="none").',
         )
     early = events and events[-1].step <= FIRST_STEPS and report.step <= 2 * FIRST_STEPS
     if early and isinstance(rule, DynamicLossScale):

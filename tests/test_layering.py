@@ -30,7 +30,7 @@ LEVELS = [
     ["scaling", "health", "_sample", "policy"],
     ["report", "amax"],
     ["_reading"],
-    ["_heads", "autocasting", "layers", "checkpoint", "_construction", "_forwarding", "_window"],
+    ["_heads", "autocasting", "layers", "checkpoint", "_checked", "_construction", "_forwarding", "_window"],
     ["_quantized"],
     ["_remember", "_hazards", "_quantizable", "_measuring"],
     ["_step"],

@@ -316,3 +316,41 @@ def test_finalize_reaches_the_inner_optimizer():
     average = ops.convert_to_numpy(inner._model_variables_moving_average[0])
     run.optimizer.finalize_variable_values([variable])
     np.testing.assert_array_equal(ops.convert_to_numpy(variable), average)
+
+
+def test_complex_variables_are_refused():
+    variable = keras.Variable(np.ones(2, "complex64"), dtype="complex64", name="phase")
+    with pytest.raises(ValueError, match="must be real. Received: 'phase' of dtype complex64"):
+        kmp.scaled("sgd").build([variable])
+
+
+@pytest.mark.parametrize(
+    "gradient", [[512, 1024], np.array([512, 1024]), np.array([512, 1024], "float64")], ids=type
+)
+def test_gradients_of_any_array_are_unscaled(gradient):
+    """A list, integers and float64 of NumPy: what they mean is the gradient of the scaled loss."""
+    variable = keras.Variable(np.float32([1, 1]))
+    optimizer = kmp.scaled("sgd", 1024, learning_rate=1.0)
+    optimizer.build([variable])
+    optimizer.scale_loss(1.0)
+    optimizer.apply([gradient], [variable])
+    np.testing.assert_array_equal(ops.convert_to_numpy(variable), [0.5, 0])
+
+
+@pytest.mark.parametrize(
+    ("gradient", "of_another_model", "message"),
+    [
+        (np.float32([1, 1]), True, "variables that the optimizer was built with. Received: 'other"),
+        (np.float32(1), False, r"Received: a gradient of shape \(\) for 'kernel' of shape \(2,\)"),
+    ],
+    ids=["variable", "shape"],
+)
+def test_what_does_not_belong_together_is_refused(gradient, of_another_model, message):
+    kernel, other = (keras.Variable(np.float32([1, 1]), name=x) for x in ("kernel", "other"))
+    optimizer = kmp.scaled("sgd", 1024)
+    optimizer.build([kernel])
+    before = [ops.convert_to_numpy(v) for v in optimizer.variables]
+    with pytest.raises(ValueError, match=message):
+        optimizer.apply([gradient], [other if of_another_model else kernel])
+    for variable, value in zip(optimizer.variables, before, strict=True):
+        np.testing.assert_array_equal(ops.convert_to_numpy(variable), value)

@@ -74,7 +74,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("state", verdict.STATES)
+@pytest.mark.parametrize("state", PLANTED)
 def test_planted_runs_are_recognised(state):
     found = watched_run(**PLANTED[state]).verdict
     assert found.state == state, str(found)

@@ -39,7 +39,8 @@ class GradientHealth(keras.callbacks.Callback):
     degraded_share   share of its non-zero values that have fewer bits in float16, at that scale
     lost_share       share of them that would be zero in float16
     update_ratio     log10 of update norm over weight norm, median of the variables; healthy near -3
-    verdict          0 HEALTHY, 1 CALIBRATING, 2 UNDERFLOW, 3 UNSTABLE, 4 COLLAPSED, 5 FORWARD-NAN
+    verdict          0 HEALTHY, 1 CALIBRATING, 2 UNDERFLOW, 3 UNSTABLE, 4 STALLED, 5 COLLAPSED,
+                     6 FORWARD-NAN
     ```
 
     Put it before callbacks that read these keys.
