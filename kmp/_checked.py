@@ -18,8 +18,8 @@ def refuse_complex(variables: Sequence[Variable]) -> None:
     for variable in variables:
         if "complex" in str(variable.dtype):
             raise ValueError(
-                f"The variables of an optimizer must be real. Received: {_name(variable)!r} of dtype "
-                f"{variable.dtype}. Write two float variables, one for the real and one for the "
+                f"The variables of an optimizer must be real. Received: {_name(variable)!r} of "
+                f"dtype {variable.dtype}. Write two float variables, one for the real and one for the "
                 "imaginary part, and join them by keras.ops.view_as_complex in `call`."
             )
 

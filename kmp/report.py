@@ -54,8 +54,8 @@ class GradientReport:
         consecutive_skips: how many of them in a row up to now.
         events: the last 16 overflows, the last one first.
         measured_step: the step that the levels are of; None if the report does not know.
-        loss_is_scaled: whether the loss has been scaled; False if gradients were applied and nothing
-            has asked for the loss scale, although the strategy divides by one.
+        loss_is_scaled: False if gradients were applied, and divided by a loss scale, although
+            nothing has asked for that scale to multiply the loss with.
         details: float32[num_variables, 50] or None: weights, updates and exponents, which are
             measured where `GradientHealth` or `optimizer.sample_gradients` asks for them.
 

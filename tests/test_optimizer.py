@@ -320,7 +320,7 @@ def test_finalize_reaches_the_inner_optimizer():
 
 def test_complex_variables_are_refused():
     variable = keras.Variable(np.ones(2, "complex64"), dtype="complex64", name="phase")
-    with pytest.raises(ValueError, match="must be real. Received: 'phase' of dtype complex64"):
+    with pytest.raises(ValueError, match=r"must be real\. Received: 'phase' of dtype complex64"):
         kmp.scaled("sgd").build([variable])
 
 

@@ -143,7 +143,8 @@ def restore_after_skip(
         for variable, count in zip(model.metrics_variables, new_state[3], strict=True):
             if variable is nonfinite_losses:
                 hopeless = ~applied & (count > 0)
-                scale, steps = place[id(optimizer.scale_variable)], place[id(optimizer.step_counter)]
+                scale = place[id(optimizer.scale_variable)]
+                steps = place[id(optimizer.step_counter)]
                 fewer = jnp.minimum(state[2][steps], new_state[2][steps])
                 optimizer_state[steps] = jnp.where(hopeless, fewer, new_state[2][steps])
                 optimizer_state[scale] = jnp.where(hopeless, state[2][scale], new_state[2][scale])
