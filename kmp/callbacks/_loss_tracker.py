@@ -29,7 +29,7 @@ class LossTracker(keras.metrics.Mean):
         counted_steps: int32[], steps that counted since training began.
         seen_steps: int32[], all training steps since then.
         nonfinite_losses: int32[], losses in a row up to now that were not finite.
-        latest: float32[], the last finite loss of this epoch.
+        latest: float32[], the last finite loss of this epoch; inf before there is one.
     """
 
     training = False  # whether a training step is being traced: evaluation hides nothing
@@ -73,11 +73,13 @@ class LossTracker(keras.metrics.Mean):
 
     def reset_state(self):
         super().reset_state()
-        self.latest.assign(float("nan"))
+        # Not NaN: JAX compares what the processes assign, and NaN differs from itself.
+        self.latest.assign(float("inf"))
 
     def result(self):
         mean = super().result()
         latest = ops.cast(ops.convert_to_tensor(self.latest), mean.dtype)
+        latest = ops.where(ops.isfinite(latest), latest, float("nan"))
         return ops.where(ops.equal(self.count, 0), latest, mean)
 
     @property
