@@ -21,6 +21,7 @@ from kmp.scaling import DynamicLossScale, NoOpLossScale, StaticLossScale
 _INNER_SIZES = "inner_sizes"
 # Keras's class numbers its variables: these, then the inner optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
+_UNBUILT = ("iteration", "learning_rate")  # what an optimizer has before it is built
 # The others are of measuring, or dropping whole windows: that may have been switched on since.
 _REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
 _GRAD_SCALER_KEYS = (
@@ -46,6 +47,10 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
         ValueError: if it is none of these, or of another inner optimizer or model. Nothing is
             changed then.
     """
+    sizes = _sizes_before_first_step(store)
+    if sizes is not None and (optimizer.built or len(sizes) <= len(_UNBUILT)):
+        _load_before_first_step(optimizer, store, sizes)
+        return
     keys = set(store.keys())
     if not keys or not optimizer.built:
         reason = "the file holds none" if not keys else "the optimizer is not built yet"
@@ -72,11 +77,7 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
         raise _mismatch(optimizer, f"{len(keys)} variables", len(inner))
     if "dynamic_scale" not in keys:  # a foreign file: its steps are those that were applied
         values.append((own["iteration"], store[str(len(keys) - len(inner))]))
-        # Keras goes on to the inner optimizer's own place in the file, which may be missing.
-        keras_loader = optimizer.inner_optimizer.load_own_variables
-        optimizer.inner_optimizer.load_own_variables = functools.partial(
-            _load_unless_missing, optimizer.inner_optimizer, keras_loader
-        )
+        _expect_less_of_the_inner(optimizer.inner_optimizer)
     scale = own["dynamic_scale"]
     rule = optimizer.loss_scale
     values = [(v, _within_bounds(rule, x) if v is scale else x) for v, x in values]
@@ -157,7 +158,71 @@ def _assign_all(optimizer: Any, values: list[tuple[Variable, Any]]) -> None:
         variable.assign(keras.ops.convert_to_tensor(array, variable.dtype))
 
 
-def _load_unless_missing(inner: Any, keras_loader: Any, store: Mapping[str, Any]) -> None:
+def _sizes_before_first_step(store: Mapping[str, Any]) -> list[int] | None:
+    """The sizes of the inner optimizer's variables if `store` was saved before the first step.
+
+    An optimizer that is not built has an iteration, 0, and a learning rate, unless a schedule gives
+    that; so does its inner optimizer. Returns None if `store` holds more.
+    """
+    keys = set(store.keys())
+    if _INNER_SIZES in keys:
+        built = not keys <= {_INNER_SIZES, *_UNBUILT}
+        return None if built else np.asarray(store[_INNER_SIZES]).tolist()
+    if "0" not in keys or len(keys) > 2 * len(_UNBUILT) or any(np.shape(store[k]) for k in keys):
+        return None
+    if np.asarray(store["0"]) != 0:
+        return None
+    # Keras's LossScaleOptimizer stores its own two before those of the inner optimizer.
+    is_wrapper = len(keys) > len(_UNBUILT)
+    return [1] * (len(keys) - is_wrapper * len(_UNBUILT))
+
+
+def _load_before_first_step(optimizer: Any, store: Mapping[str, Any], sizes: list[int]) -> None:
+    """Load the state of an optimizer that was saved before it was built: all of it, or nothing."""
+    inner = optimizer.inner_optimizer
+    complete = sizes == _sizes(inner.variables).tolist()
+    if not complete and (len(sizes) > len(_UNBUILT) or set(sizes) != {1}):
+        raise _mismatch(optimizer, f"{len(sizes)} variables of other sizes", len(inner.variables))
+    if not complete and (int(optimizer.steps.numpy()) or int(inner.iterations.numpy())):
+        warnings.warn(
+            f"The state of {optimizer.name!r} is not loaded, and stays as it is: the file was "
+            "saved before the optimizer's first step.",
+            stacklevel=3,
+        )
+        return
+    if optimizer.built:
+        _assign_all(optimizer, _initial_values(optimizer))
+    keys = set(store.keys())
+    if "0" in keys and len(keys) == len(sizes):  # of a bare optimizer: the file has no inner one
+        _load_unbuilt(inner, store)
+    _expect_less_of_the_inner(inner)
+
+
+def _initial_values(optimizer: Any) -> list[tuple[Variable, Any]]:
+    """The wrapper's variables as `build` makes them, without those that are settings."""
+    own = {v.name: v for v in optimizer.own_variables}
+    scale, *_ = (own.pop(name, None) for name in ("dynamic_scale", "learning_rate", "sampling"))
+    zeros = [(v, np.zeros(v.shape)) for v in own.values()]
+    return [*zeros, (scale, optimizer.loss_scale.init().scale)]
+
+
+def _expect_less_of_the_inner(inner: Any) -> None:
+    """Let the inner optimizer's next load accept that the file holds little of it, or nothing."""
+    keras_loader = inner.load_own_variables
+    inner.load_own_variables = functools.partial(_load_inner, inner, keras_loader)
+
+
+def _load_inner(inner: Any, keras_loader: Any, store: Mapping[str, Any]) -> None:
     del inner.load_own_variables
-    if store.keys():
+    number = len(store.keys())
+    if number > len(_UNBUILT) or number == len(inner.variables):
         keras_loader(store)
+    else:
+        _load_unbuilt(inner, store)
+
+
+def _load_unbuilt(inner: Any, store: Mapping[str, Any]) -> None:
+    """Load iteration and learning rate, which Keras numbers first."""
+    for i, variable in enumerate(inner.variables[: len(store.keys())]):
+        if variable.name in _UNBUILT:
+            variable.assign(store[str(i)])
