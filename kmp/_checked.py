@@ -19,7 +19,7 @@ def refuse_complex(variables: Sequence[Variable]) -> None:
         if "complex" in str(variable.dtype):
             raise ValueError(
                 f"The variables of an optimizer must be real. Received: {_name(variable)!r} of "
-                f"dtype {variable.dtype}. Write two float variables, one for the real and one for the "
+                f"dtype {variable.dtype}. Write two float variables, for the real part and the "
                 "imaginary part, and join them by keras.ops.view_as_complex in `call`."
             )
 
