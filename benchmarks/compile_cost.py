@@ -25,7 +25,7 @@ import keras
 import numpy as np
 from variants import VARIANTS
 
-from kmp.doctor import environment, environment_line
+from kmp.cli.doctor import environment, environment_line
 
 BATCH, WIDTH = 32, 16
 

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import kmp
-from kmp.doctor import environment, environment_line
+from kmp.cli.doctor import environment, environment_line
 
 RULES = {"dynamic": kmp.DynamicLossScale, "amax": kmp.AmaxLossScale}
 WEIGHTS = (1.0, 1e4)  # of the loss

@@ -19,10 +19,10 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{tempfile.gettempdir()}/kmp-parity-{
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-from kmp._printing import end_progress, show_progress
-from kmp._tasks import TASKS
-from kmp.certify import Certificate, certify
-from kmp.doctor import environment
+from kmp.cli.certify import Certificate, certify
+from kmp.cli.doctor import environment
+from kmp.cli.printing import end_progress, show_progress
+from kmp.cli.tasks import TASKS
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "parity.md"
 

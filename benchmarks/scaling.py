@@ -24,7 +24,7 @@ import numpy as np
 from variants import VARIANTS
 
 import kmp
-from kmp.doctor import environment, environment_line
+from kmp.cli.doctor import environment, environment_line
 
 BATCH = 32
 

@@ -24,7 +24,7 @@ from models import MODELS
 from variants import VARIANTS
 
 import kmp
-from kmp.doctor import environment, environment_line
+from kmp.cli.doctor import environment, environment_line
 
 WARM_UP = 110
 

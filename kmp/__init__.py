@@ -1,24 +1,39 @@
 """kmp: mixed precision for Keras 3 that never loses a run."""
 
 from kmp import callbacks, debug, layers
-from kmp._version import __version__
-from kmp.amax import AmaxLossScale
-from kmp.audit import audit
-from kmp.autocasting import autocast
-from kmp.convert import to_mixed_precision
-from kmp.dtypes import cast_to_full, cast_to_half, half_dtype
-from kmp.formats import formats
-from kmp.optimizer import LossScaleOptimizer, scaled
-from kmp.policy import Policy, get_policy, set_policy
-from kmp.quantization import freeze_observers, quantize_aware, to_int8
-from kmp.report import GradientReport
-from kmp.scaling import DynamicLossScale, NoOpLossScale, ScaleState, StaticLossScale
-from kmp.trees import all_finite, max_abs, select_tree
+from kmp.health import GradientReport
+from kmp.models import audit, freeze_observers, quantize_aware, to_int8, to_mixed_precision
+from kmp.precision import (
+    Policy,
+    autocast,
+    cast_to_full,
+    cast_to_half,
+    formats,
+    get_policy,
+    half_dtype,
+    set_policy,
+)
+from kmp.scaling import (
+    AmaxLossScale,
+    DynamicLossScale,
+    LossScale,
+    LossScaleOptimizer,
+    NoOpLossScale,
+    ScaleState,
+    StaticLossScale,
+    all_finite,
+    max_abs,
+    scaled,
+    select_tree,
+)
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AmaxLossScale",
     "DynamicLossScale",
     "GradientReport",
+    "LossScale",
     "LossScaleOptimizer",
     "NoOpLossScale",
     "Policy",

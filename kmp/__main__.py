@@ -3,8 +3,9 @@
 import argparse
 import sys
 
-from kmp import _commands, doctor
-from kmp.formats import table
+from kmp.cli import commands as _commands
+from kmp.cli import doctor
+from kmp.precision.float_formats import table
 
 REPORTS = {
     "doctor": (doctor.report, "say what this machine is good at, and measure it"),

@@ -46,7 +46,7 @@ def pytest_unconfigure():
 ABOUT_NO_BACKEND = {
     "test_dashboard.py",
     "test_equivalence.py",
-    "test_formats.py",
+    "test_float_formats.py",
     "test_spike_detector.py",
     "test_summaries.py",
 }

@@ -11,8 +11,8 @@ from keras import ops
 from oracle import BACKEND, MODES, Run, compiled, number
 
 import kmp
-from kmp import health
-from kmp._reduction import gather
+from kmp.health import measure as health
+from kmp.health.reduce import gather
 
 k = keras.optimizers
 COMPILE = {"run_eagerly": True} if BACKEND == "torch" else {"jit_compile": BACKEND == "jax"}

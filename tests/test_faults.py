@@ -224,7 +224,7 @@ class Subject:
         state = keras.tree.map_structure(lambda v: self.on_each_replica(v)[replica], variables)
         health = state.pop("health")
         for name in ("max_abs", "nonfinite", "overflow_steps"):
-            state[name] = health[:, kmp.health.COLUMNS.index(name)]
+            state[name] = health[:, kmp.health.measure.COLUMNS.index(name)]
         return state
 
 

@@ -6,7 +6,7 @@ rest of kmp calls them through this package and otherwise knows `keras.ops` alon
 
 import keras
 
-from kmp._backend.plain import (
+from kmp._backend.default import (
     after,
     all_reduce_sum,
     apply,

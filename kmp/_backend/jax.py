@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from kmp._backend import plain
-from kmp._types import Device, DeviceMemory, Gradient, Tensor, Variable
+from kmp._backend import default as plain
+from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 from jax import numpy as jnp
 
-from kmp._backend import plain
-from kmp._types import Tensor, Variable
+from kmp._backend import default as plain
+from kmp._backend.types import Tensor, Variable
 
 
 class _MaskedScope(keras.StatelessScope):

@@ -8,7 +8,7 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from kmp._types import Gradient, Tensor, Tree, Variable
+from kmp._backend.types import Gradient, Tensor, Tree, Variable
 
 _LOOPS = ("fori_loop", "map", "scan", "while_loop")
 

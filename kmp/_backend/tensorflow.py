@@ -10,10 +10,10 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 
-from kmp._backend import plain
+from kmp._backend import default as plain
 from kmp._backend.tensorflow_distribute import keep_old_values
 from kmp._backend.tensorflow_masked import masked_assignments
-from kmp._types import Device, DeviceMemory, Gradient, Tensor, Variable
+from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def inside_xla() -> bool:

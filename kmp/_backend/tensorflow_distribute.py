@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmp._backend import plain
-from kmp._types import Gradient, Tensor, Variable
+from kmp._backend import default as plain
+from kmp._backend.types import Gradient, Tensor, Variable
 
 _lock = threading.Lock()
 _replicas_within: collections.Counter[int] = collections.Counter()  # by the optimizer's id

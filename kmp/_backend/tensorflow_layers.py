@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import ops
 
 from kmp._backend.tensorflow import inside_xla, platform
-from kmp._types import Tensor
+from kmp._backend.types import Tensor
 
 _CUDNN_MIN_EPSILON = 1.001e-5  # cuDNN refuses 1e-5 and less
 _FUSED_ELEMENTS = 2**16  # of a channel: up to here the fused mean is good to 2**-17 on CPUs

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmp._types import Tensor, Variable
+from kmp._backend.types import Tensor, Variable
 
 # All that Keras's optimizers change a variable with.
 _METHODS = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_add", "scatter_sub")

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context  # no public way to the state of the random seeds
 
-from kmp._types import Gradient, Tensor, Variable
+from kmp._backend.types import Gradient, Tensor, Variable
 
 
 def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:

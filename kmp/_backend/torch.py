@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from keras import ops
 
-from kmp._types import Device, DeviceMemory, Tensor, Variable
+from kmp._backend.types import Device, DeviceMemory, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:

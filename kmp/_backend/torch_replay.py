@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kmp._types import Gradient, Tensor, Variable
+from kmp._backend.types import Gradient, Tensor, Variable
 
 
 def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:

@@ -7,13 +7,12 @@ from typing import Any
 
 import keras
 
-from kmp._arguments import number, whole_number
-from kmp._construction import checked_choice
-from kmp.callbacks._loss_tracker import Progress, read_progress, warn_of_unseen_loss
-from kmp.callbacks._sampler import Cadence
-from kmp.callbacks._snapshot import Snapshot, restore_snapshot, take_snapshot
-from kmp.callbacks._train_step import guard_train_step
+from kmp._common import checked_choice, number, whole_number
+from kmp.callbacks.cadence import Cadence
+from kmp.callbacks.loss_tracker import Progress, read_progress, warn_of_unseen_loss
+from kmp.callbacks.snapshot import Snapshot, restore_snapshot, take_snapshot
 from kmp.callbacks.spike_detector import SpikeDetector, SpikeState
+from kmp.callbacks.train_step import guard_train_step
 
 _ACTIONS = ("warn", "stop", "rollback")
 # So many losses in a row that are not finite make a reading that is none, although the optimizer

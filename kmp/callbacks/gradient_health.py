@@ -9,15 +9,15 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp._arguments import whole_number
-from kmp._model import layers_of
-from kmp.callbacks._sampler import Cadence, read_report, require_measuring_optimizer
-from kmp.callbacks._train_step import guard_train_step
-from kmp.dashboard import Dashboard
-from kmp.health import FIRST_STEPS
-from kmp.report import GradientReport
-from kmp.scaling import NoOpLossScale
-from kmp.verdict import Limits, Verdict, judge, significant
+from kmp._common import whole_number
+from kmp._keras import layers_of
+from kmp.callbacks.cadence import Cadence, read_report, require_measuring_optimizer
+from kmp.callbacks.dashboard import Dashboard
+from kmp.callbacks.train_step import guard_train_step
+from kmp.callbacks.verdict import Limits, Verdict, judge, significant
+from kmp.health.measure import FIRST_STEPS
+from kmp.health.report import GradientReport
+from kmp.scaling.rules import NoOpLossScale
 
 _WINDOW = 200  # steps that a verdict looks back on
 
@@ -70,8 +70,8 @@ class GradientHealth(keras.callbacks.Callback):
 
     Attributes:
         report: `kmp.GradientReport` of the last look; None before the first.
-        verdict: `kmp.verdict.Verdict` over the steps up to then, with a variable to blame, if one
-            can be told, and one line of advice; None before the first look.
+        verdict: `kmp.callbacks.Verdict` over the steps up to then, with a variable to blame, if
+            one can be told, and one line of advice; None before the first look.
 
     Raises:
         ValueError: if an argument is out of range, and in `fit` if the optimizer is not kmp's.

@@ -7,12 +7,12 @@ from typing import Any
 
 import keras
 
-from kmp._arguments import number, whole_number
-from kmp._random_states import RandomStates
-from kmp.callbacks._loss_tracker import RECENT, read_progress
-from kmp.callbacks._range_test import draw, has_diverged, smooth, steepest
-from kmp.callbacks._sweep import SweptModel
-from kmp.callbacks._train_step import build_optimizer, guard_train_step
+from kmp._backend.random_states import RandomStates
+from kmp._common import number, whole_number
+from kmp.callbacks.loss_tracker import RECENT, read_progress
+from kmp.callbacks.range_test import draw, has_diverged, smooth, steepest
+from kmp.callbacks.sweep import SweptModel
+from kmp.callbacks.train_step import build_optimizer, guard_train_step
 from kmp.summaries import SummaryWriter
 
 _DEAD_LOSSES = 10  # so many in a row that are not finite, and nothing will come of them

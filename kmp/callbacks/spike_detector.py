@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kmp._arguments import number, whole_number
+from kmp._common import number, whole_number
 
 # The standard deviation of normal noise is 1.4826 times its median absolute deviation.
 _DEVIATIONS_PER_MAD = 1.4826

@@ -4,10 +4,10 @@ import warnings
 
 import keras
 
-from kmp._arguments import whole_number
-from kmp.callbacks._loss_tracker import Progress, read_progress, warn_of_unseen_loss
-from kmp.callbacks._sampler import Cadence
-from kmp.callbacks._train_step import guard_train_step
+from kmp._common import whole_number
+from kmp.callbacks.cadence import Cadence
+from kmp.callbacks.loss_tracker import Progress, read_progress, warn_of_unseen_loss
+from kmp.callbacks.train_step import guard_train_step
 
 
 class TerminateOnNaN(keras.callbacks.Callback):

@@ -7,18 +7,17 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp._arguments import number
-from kmp._printing import table
-from kmp._types import Tree
-from kmp.debug._arguments import check_model
-from kmp.debug._policies import Unit, checked_policy, under, under_map, units_of
-from kmp.debug._preserved import Preserved
-from kmp.debug._ranges import LayerRange, ranges_of
-from kmp.debug._replay import Batch, as_batch, call_model, floats
+from kmp._backend.types import Tree
+from kmp._common import number, table
+from kmp.debug.arguments import check_model
 from kmp.debug.nonfinite import first_blame
+from kmp.debug.policies import Unit, checked_policy, under, under_map, units_of
 from kmp.debug.precisions import output_sqnr, quality_of
-from kmp.dtypes import HALF_DTYPES
-from kmp.trees import all_finite
+from kmp.debug.preserved import Preserved
+from kmp.debug.ranges import LayerRange, ranges_of
+from kmp.debug.replay import Batch, as_batch, call_model, floats
+from kmp.precision.casts import HALF_DTYPES
+from kmp.scaling.trees import all_finite
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

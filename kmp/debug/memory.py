@@ -8,13 +8,12 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._arguments import whole_number
-from kmp._printing import table
-from kmp._types import Tree
-from kmp.debug._arguments import check_model
-from kmp.debug._policies import under
-from kmp.debug._preserved import Preserved
-from kmp.debug._replay import call_model, floats, forward
+from kmp._backend.types import Tree
+from kmp._common import table, whole_number
+from kmp.debug.arguments import check_model
+from kmp.debug.policies import under
+from kmp.debug.preserved import Preserved
+from kmp.debug.replay import call_model, floats, forward
 
 _HALF = "mixed_bfloat16"  # as many bytes as float16, and computed on every device
 

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp._types import Tensor, Tree
-from kmp.debug._replay import floats
-from kmp.dtypes import HALF_DTYPES
+from kmp._backend.types import Tensor, Tree
+from kmp.debug.replay import floats
+from kmp.precision.casts import HALF_DTYPES
 
 
 def sqnr(reference: Tensor, x: Tensor) -> float:

@@ -6,14 +6,14 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp._arguments import scale_number
-from kmp._types import Tree
-from kmp.debug._arguments import check_model, loss_scale_of
-from kmp.debug._blame import Blame, Cotangents, first_bad_value, is_bad, measure
-from kmp.debug._causes import backward_cause, forward_cause
-from kmp.debug._policies import under
-from kmp.debug._preserved import Preserved
-from kmp.debug._replay import Batch, as_batch, backward, forward
+from kmp._backend.types import Tree
+from kmp._common import scale_number
+from kmp.debug.arguments import check_model, loss_scale_of
+from kmp.debug.blame import Blame, Cotangents, first_bad_value, is_bad, measure
+from kmp.debug.causes import backward_cause, forward_cause
+from kmp.debug.policies import under
+from kmp.debug.preserved import Preserved
+from kmp.debug.replay import Batch, as_batch, backward, forward
 from kmp.debug.stats import TensorStats, tensor_stats
 
 

@@ -10,14 +10,14 @@ import keras
 import numpy as np
 
 from kmp import _backend
-from kmp._printing import table
-from kmp._types import Gradient, Tree
-from kmp.debug._arguments import check_model, loss_scale_of
-from kmp.debug._policies import Unit, checked_policy, under, units_of
-from kmp.debug._preserved import Preserved
-from kmp.debug._ranges import advised_scale, max_abs
-from kmp.debug._replay import Batch, Call, Recorder, as_batch, backward, call_model, floats, forward
+from kmp._backend.types import Gradient, Tree
+from kmp._common import table
+from kmp.debug.arguments import check_model, loss_scale_of
 from kmp.debug.noise import as_float64, sqnr, sqnr_of
+from kmp.debug.policies import Unit, checked_policy, under, units_of
+from kmp.debug.preserved import Preserved
+from kmp.debug.ranges import advised_scale, max_abs
+from kmp.debug.replay import Batch, Call, Recorder, as_batch, backward, call_model, floats, forward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp._types import Tensor
-from kmp.formats import formats
+from kmp._backend.types import Tensor
+from kmp.precision.float_formats import formats
 
 
 @dataclasses.dataclass(frozen=True)

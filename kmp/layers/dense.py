@@ -6,8 +6,8 @@ import keras
 from keras import ops
 
 from kmp import _backend
-from kmp._types import Tensor
-from kmp.dtypes import HALF_DTYPES
+from kmp._backend.types import Tensor
+from kmp.precision.casts import HALF_DTYPES
 
 
 @keras.saving.register_keras_serializable(package="kmp")

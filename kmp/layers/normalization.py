@@ -5,10 +5,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp._types import DType, Tensor
-from kmp.layers._normalize import normalize_by_batch
-from kmp.policy import Policy
-from kmp.trees import at_least_float32, is_float
+from kmp._backend.types import DType, Tensor
+from kmp.layers.normalize import normalize_by_batch
+from kmp.precision.casts import at_least_float32, is_float
+from kmp.precision.policy import Policy
 
 
 @keras.saving.register_keras_serializable(package="kmp")

@@ -9,8 +9,8 @@ from linear_runs import JIT, RATE, SPE, data, fit, linear_model
 
 import kmp
 from kmp.callbacks import DivergenceGuard, SpikeDetector
-from kmp.callbacks._loss_tracker import read_progress
-from kmp.callbacks._snapshot import restore_snapshot, take_snapshot
+from kmp.callbacks.loss_tracker import read_progress
+from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
 
 QUICK = {"update_freq": 1, "detector": SpikeDetector(window=10)}
 HIGH_FROM = 40

@@ -10,7 +10,7 @@ from linear_runs import SPE, data, linear_model
 
 import kmp
 from kmp.callbacks import LearningRateFinder
-from kmp.callbacks._range_test import has_diverged, smooth, steepest
+from kmp.callbacks.range_test import has_diverged, smooth, steepest
 
 OVERFLOW = 1e20  # of inputs: their loss is finite in float32, its gradient at 2**15 is not
 RANGE = {"min_lr": 1e-5, "max_lr": 1e-2, "steps": 24}

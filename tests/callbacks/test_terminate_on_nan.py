@@ -8,7 +8,7 @@ from keras import ops
 from linear_runs import RATE, SPE, fit, linear_model
 
 import kmp
-from kmp.callbacks._loss_tracker import read_progress
+from kmp.callbacks.loss_tracker import read_progress
 
 TerminateOnNaN = kmp.callbacks.TerminateOnNaN
 

@@ -10,8 +10,8 @@ from keras import ops
 from linear_runs import JIT, RATE, SPE, data, fit, linear_model
 
 import kmp
-from kmp.callbacks._loss_tracker import RECENT, LossTracker, read_progress
-from kmp.callbacks._train_step import guard_train_step
+from kmp.callbacks.loss_tracker import RECENT, LossTracker, read_progress
+from kmp.callbacks.train_step import guard_train_step
 
 CALLBACKS = [
     kmp.callbacks.GradientHealth,

@@ -10,7 +10,7 @@ from keras import layers, ops
 from oracle import BACKEND, COMPILED_MODES, compiled
 
 import kmp
-from kmp._model import layers_of
+from kmp._keras import layers_of
 
 TOOLS = {
     "locate": lambda m, x, y: kmp.debug.locate_nonfinite(m, x, y),

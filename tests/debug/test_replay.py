@@ -10,7 +10,7 @@ from keras import layers, ops
 
 import kmp
 from kmp import _backend
-from kmp.debug import _replay
+from kmp.debug import replay as _replay
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from kmp.debug._shares import shares
-from kmp.formats import formats
+from kmp.debug.shares import shares
+from kmp.precision.float_formats import formats
 
 NUMBERS = {
     "float16": [

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 import kmp
-from kmp.health import COLUMNS
+from kmp.health.measure import COLUMNS
 
 pytestmark = pytest.mark.only("jax")
 

@@ -1,0 +1,70 @@
+"""Checks of what users pass in, with what to write instead; and the table that reports print."""
+
+from collections.abc import Sequence
+from typing import Any
+
+# Between the smallest normal float32 and its reciprocal, neither S nor 1/S leaves float32.
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether `value` is a real number or a scalar array of one."""
+    if isinstance(value, (bool, str, bytes)):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def number(name: str, value: Any, owner: str) -> float:
+    """Return `value` as a float, or say which argument of `owner` is no number."""
+    if not is_number(value):
+        raise ValueError(
+            f"`{name}` of {owner} must be a number. Received: {name}={value!r} (of type "
+            f"{type(value).__name__})."
+        )
+    return float(value)
+
+
+def scale_number(name: str, value: Any, owner: str) -> float:
+    """Return `value` if it can be a loss scale."""
+    value = number(name, value, owner)
+    if not _SMALLEST_SCALE <= value <= _LARGEST_SCALE:
+        raise ValueError(
+            f"`{name}` of {owner} must be a positive, finite number between 2**-126 and 2**126, so "
+            f"that its reciprocal is finite too. Received: {name}={value}. Write a power of two, "
+            f"such as {name}={2.0**15 if name != 'min_scale' else 1.0}."
+        )
+    return value
+
+
+def whole_number(name: str, value: Any, owner: str) -> int:
+    """Return `value` if it is a count of steps, at least 1."""
+    count = number(name, value, owner)
+    if not (1 <= count < 2**31 and count == int(count)):
+        raise ValueError(
+            f"`{name}` of {owner} must be a whole number of steps, at least 1. "
+            f"Received: {name}={value!r}. Write for example {name}=1."
+        )
+    return int(count)
+
+
+def checked_choice(name: str, value: str, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of `choices`."""
+    if value not in choices:
+        raise ValueError(
+            f"`{name}` must be one of {tuple(choices)}. Received: {name}={value!r}. "
+            f"Write {name}={choices[0]!r}, the default."
+        )
+    return value
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Align rows of equal length, the header first: text to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    )

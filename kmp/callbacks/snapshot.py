@@ -1,0 +1,103 @@
+"""A model's state on the host, to go back to when training diverges."""
+
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from kmp import _backend
+from kmp._backend.types import Variable
+from kmp.scaling.rules import DynamicLossScale
+
+
+class Snapshot(NamedTuple):
+    """What training depended on after some step.
+
+    Attributes:
+        step: the training step after which it was taken.
+        values: the values of `training_state(model)`, in its order.
+        loss_scale: the loss scale then; 1.0 where nothing is scaled.
+    """
+
+    step: int
+    values: list[np.ndarray]
+    loss_scale: float
+
+
+def training_state(model: Any) -> list[Variable]:
+    """The variables that a rollback restores: weights, statistics, seeds, optimizer state.
+
+    Not the loss scale, and not the optimizer's counters of what has happened: it has happened.
+    """
+    optimizer = model.optimizer
+    state = [*model.trainable_variables, *model.non_trainable_variables]
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return state + list(optimizer.variables)
+    window = getattr(optimizer, "_window", None)  # where accumulation stands goes with what it has
+    return (
+        state
+        + list(optimizer.inner_optimizer.variables)
+        + ([window.position, window.dropped] if window is not None else [])
+    )
+
+
+def take_snapshot(model: Any, step: int) -> Snapshot | None:
+    """Copy the training state of `model` to the host; None if it is not all finite."""
+    optimizer = model.optimizer
+    scale = [optimizer.dynamic_scale] if _scales(optimizer) else []
+    live = _backend.read(model, [*training_state(model), *scale])
+    # Copies: the next step may write into the buffers that NumPy would look at.
+    values = [np.array(ops.convert_to_numpy(x)) for x in live]
+    loss_scale = float(values.pop()) if scale else 1.0
+    if not all(_is_finite(x) for x in values):
+        return None
+    return Snapshot(step, values, loss_scale)
+
+
+def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[str]:
+    """Put `model` back to where it was, with a lower learning rate and loss scale than now.
+
+    Args:
+        model: `keras.Model`; inside `fit` on JAX what the property `model` of a callback returns,
+            which takes the state out of the loop.
+        snapshot: what `take_snapshot` returned for it.
+        lr_factor: what the present learning rate is multiplied with.
+
+    Returns:
+        What changed beside the state, in words.
+    """
+    optimizer = model.optimizer
+    learning_rate = _number(optimizer.learning_rate)
+    for variable, value in zip(training_state(model), snapshot.values, strict=True):
+        variable.assign(value)
+    changes = []
+    try:
+        optimizer.learning_rate = learning_rate * lr_factor
+        changes.append(f"learning rate {learning_rate:g} -> {learning_rate * lr_factor:g}")
+    except TypeError:  # Keras's answer where a schedule decides
+        changes.append("learning rate left to its schedule, which no callback can lower")
+    rule = getattr(optimizer, "loss_scale", DynamicLossScale())  # Keras's class has no floor
+    if _scales(optimizer) and isinstance(rule, DynamicLossScale):
+        # Never up: what overflowed since the snapshot would overflow again.
+        now = _number(optimizer.dynamic_scale)
+        lowered = max(min(now, snapshot.loss_scale) * rule.backoff_factor, rule.min_scale)
+        optimizer.dynamic_scale.assign(lowered)
+        optimizer.step_counter.assign(0)
+        changes.append(f"loss scale {now:g} -> {lowered:g}")
+    return changes
+
+
+def _number(scalar: Any) -> float:
+    return float(ops.convert_to_numpy(ops.convert_to_tensor(scalar)))
+
+
+def _scales(optimizer: Any) -> bool:
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def _is_finite(value: np.ndarray) -> bool:
+    # bfloat16 is no float of NumPy's own; in float32 it is the same number.
+    if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
+        return True
+    return bool(np.isfinite(value.astype("float32")).all())

@@ -1,0 +1,69 @@
+"""A learning rate that sweeps, and what has to be put back after it has."""
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from kmp._backend.random_states import RandomStates
+from kmp._backend.types import Tensor
+from kmp.callbacks.range_test import learning_rate
+
+
+class Sweep(keras.optimizers.schedules.LearningRateSchedule):
+    """Grows by the same factor with each step that an optimizer applies, from `first_step` on."""
+
+    def __init__(self, min_lr: float, max_lr: float, steps: int, first_step: int):
+        self.min_lr, self.max_lr, self.steps = min_lr, max_lr, steps
+        self.first_step = first_step
+
+    def __call__(self, step: Tensor) -> Tensor:
+        place = ops.cast(step - self.first_step, "float32") / (self.steps - 1)
+        low, high = math.log(self.min_lr), math.log(self.max_lr)
+        return ops.exp(low + (high - low) * ops.minimum(place, 1.0))
+
+    def at(self, step: int) -> float:
+        """The same on the host."""
+        return learning_rate(step - self.first_step, self.min_lr, self.max_lr, self.steps)
+
+
+class SweptModel:
+    """A compiled model whose optimizer sweeps until `restore`, which puts everything back.
+
+    Weights, statistics and seeds of the layers, metrics, the optimizer with its learning rate (a
+    schedule too), loss scale and counters, and the random states. The copies are on the host.
+
+    Args:
+        model: `keras.Model`, compiled, its optimizer built.
+        min_lr, max_lr, steps: see `kmp.callbacks.LearningRateFinder`.
+    """
+
+    def __init__(self, model: Any, min_lr: float, max_lr: float, steps: int):
+        optimizer = model.optimizer
+        variables = [*model.variables, *model.metrics_variables, *optimizer.variables]
+        # Copies: the next step may write into the buffers that NumPy would look at.
+        self._values = [(v, np.array(ops.convert_to_numpy(v))) for v in unique(variables)]
+        self._random_states = RandomStates()
+        self._model = model
+        self._inner = getattr(optimizer, "inner_optimizer", optimizer)
+        applied = int(ops.convert_to_numpy(self._inner._iterations))
+        self.sweep = Sweep(min_lr, max_lr, steps, applied)
+        # Through __dict__: Keras's setter takes a schedule's place for none but another schedule,
+        # and would forget the variable of a plain number.
+        self._learning_rate = self._inner.__dict__["_learning_rate"]
+        self._inner.__dict__["_learning_rate"] = self.sweep
+
+    def restore(self) -> None:
+        """Put everything back, and drop the train function, in which the sweep is compiled."""
+        self._inner.__dict__["_learning_rate"] = self._learning_rate
+        for variable, value in self._values:
+            variable.assign(value)
+        self._random_states.restore()
+        self._model.train_function = None
+
+
+def unique(variables: list) -> list:
+    """Each variable once, in order."""
+    return list({id(v): v for v in variables}.values())

@@ -1,0 +1,1 @@
+"""What `python -m kmp` does: doctor, formats, bench, certify."""

@@ -1,0 +1,121 @@
+"""Which layers change precision together, and how they do it for a while."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+
+from kmp._keras import layers_of, path_of
+from kmp.precision.casts import HALF_DTYPES
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """Layers that change precision together.
+
+    A layer with the layers inside it (an LSTM and its cell, a custom block and what it calls): its
+    own code may not mix dtypes. Models are looked into; the code of a subclassed model is a unit.
+    """
+
+    path: str
+    layers: tuple[keras.Layer, ...]
+
+    @property
+    def head(self) -> keras.Layer:
+        """The layer that holds the others."""
+        return self.layers[0]
+
+
+def units_of(model: keras.Model) -> list[Unit]:
+    """The units of a built model, each once, those of its own code first."""
+    units: dict[int, Unit] = {}
+
+    def visit(layer):
+        if id(layer) in units:
+            return
+        if not isinstance(layer, keras.Model):
+            members = tuple(x for x in layers_of(layer) if _is_switchable(x))
+            if members and not isinstance(layer, keras.layers.InputLayer):
+                units[id(layer)] = Unit(path_of(layer), members)
+            return
+        if not _only_calls_layers(layer) and _is_switchable(layer):
+            units[id(layer)] = Unit(path_of(layer), (layer,))
+        for child in layer._flatten_layers(include_self=False, recursive=False):
+            visit(child)
+
+    visit(model)
+    return list(units.values())
+
+
+def under(
+    model: keras.Layer, policy: str, low: Iterable[keras.Layer] | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Within, the layers `low` (None: all) compute under `policy` and the others in float32."""
+    chosen = None if low is None else {id(layer) for layer in low}
+    half, full = keras.dtype_policies.get(policy), keras.dtype_policies.get("float32")
+    return _swapped(model, lambda x: half if chosen is None or id(x) in chosen else full)
+
+
+def under_map(
+    model: keras.Layer,
+    policies: keras.dtype_policies.DTypePolicyMap,
+    without_path: Iterable[keras.Layer] = (),
+) -> contextlib.AbstractContextManager[None]:
+    """Within, each layer computes as the map says of its path, and `without_path` in float32.
+
+    What Keras builds at once (pooling, activations) has no path: a map gives it the default.
+    """
+    direct = {id(layer) for layer in without_path}
+    full = keras.dtype_policies.get("float32")
+
+    def choose(layer):
+        if layer.path:
+            return policies[layer.path]
+        return full if id(layer) in direct else policies.default_policy
+
+    return _swapped(model, choose)
+
+
+@contextlib.contextmanager
+def _swapped(model: keras.Layer, choose: Callable[[keras.Layer], Any]) -> Iterator[None]:
+    """Weights stay what they are.
+
+    The setter of `dtype_policy` is not used: it would write into a map that the layers share.
+    """
+    layers = [layer for layer in layers_of(model) if _is_switchable(layer)]
+    before = [layer._dtype_policy for layer in layers]
+    try:
+        for layer in layers:
+            layer._dtype_policy = choose(layer)
+        yield
+    finally:
+        for layer, old in zip(layers, before, strict=True):
+            layer._dtype_policy = old
+
+
+def checked_policy(policy: str) -> str:
+    """Return the name of a policy that computes in half precision."""
+    try:
+        compute_dtype = keras.dtype_policies.get(policy).compute_dtype
+    except (ValueError, TypeError, AttributeError):
+        compute_dtype = None
+    if compute_dtype not in HALF_DTYPES:
+        raise ValueError(
+            "`policy` must name a dtype policy that computes in float16 or bfloat16. Received: "
+            f"policy={policy!r}. Write 'mixed_float16' or 'mixed_bfloat16'."
+        )
+    return keras.dtype_policies.get(policy).name
+
+
+def _only_calls_layers(model: keras.Model) -> bool:
+    """Tell whether the model has no arithmetic of its own that a dtype policy would change."""
+    ours = type(model).call in (keras.Model.call, keras.Sequential.call)
+    return ours or type(model).call.__module__.startswith("keras.")
+
+
+def _is_switchable(layer: keras.Layer) -> bool:
+    """Quantized layers and those of integers or strings keep their policy."""
+    quantized = layer.quantization_mode is not None
+    return not quantized and keras.backend.is_float_dtype(layer.compute_dtype)

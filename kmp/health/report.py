@@ -1,0 +1,208 @@
+"""The host's reading of what the compiled step has measured."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from kmp._common import table
+from kmp.health import details as _sample
+from kmp.health.measure import COLUMNS, L2_NORM, MAX_ABS, OVERFLOW_STEPS
+
+_FLOAT16_MAX = 65504.0
+
+
+@dataclasses.dataclass(frozen=True)
+class OverflowEvent:
+    """One step whose gradients were not all finite.
+
+    Attributes:
+        step: the number of the step, counted from 1.
+        loss_scale: the scale that its loss was multiplied with.
+        first_variable: path of the variable that the backward pass met first of those that were not
+            finite: the last of them in the model's order.
+        num_variables: how many were not.
+        loss_finite: False where the loss itself was known not to be finite, so that no scale could
+            have helped.
+
+    Example:
+
+    >>> OverflowEvent(12, 32768.0, "dense/kernel", 2, True).loss_finite
+    True
+    """
+
+    step: int
+    loss_scale: float
+    first_variable: str
+    num_variables: int
+    loss_finite: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GradientReport:
+    """What the measurements say, on the host.
+
+    Levels are those of the last measured step: `measured_step`. Each of the first 100 steps is
+    measured, each overflow, and from then on each 100th step or as often as `GradientHealth` looks.
+
+    Attributes:
+        paths: `variable.path` of each row.
+        matrix: float32[num_variables, 5], columns as in `kmp.health.measure.COLUMNS`.
+        loss_scale: the scale that the next step will use.
+        step: training steps so far, skipped ones included.
+        skipped_steps: steps so far whose update was left out because of an overflow.
+        consecutive_skips: how many of them in a row up to now.
+        events: the last 16 overflows, the last one first.
+        measured_step: the step that the levels are of; None if the report does not know.
+        loss_is_scaled: False if gradients were applied, and divided by a loss scale, although
+            nothing has asked for that scale to multiply the loss with.
+        details: float32[num_variables, 50] or None: weights, updates and exponents, which are
+            measured where `GradientHealth` or `optimizer.sample_gradients` asks for them.
+
+    Example:
+
+    >>> matrix = np.array([[5.0, 4.0, 0.5, 0, 0], [0.0, 0.0, 1.0, 2, 7]], "float32")
+    >>> report = GradientReport(("a", "b"), matrix, 1024.0, 100, 7, 1)
+    >>> report.worst(1), report.headroom_bits, report.overflowed
+    (['b'], 3.999..., {'b': 7})
+    """
+
+    paths: tuple[str, ...]
+    matrix: np.ndarray
+    loss_scale: float
+    step: int
+    skipped_steps: int
+    consecutive_skips: int
+    events: tuple[OverflowEvent, ...] = ()
+    measured_step: int | None = None
+    details: np.ndarray | None = None
+    loss_is_scaled: bool = True
+
+    def column(self, name: str) -> dict[str, float]:
+        """Return one of `COLUMNS` as `{variable path: value}`."""
+        if name not in COLUMNS:
+            raise ValueError(f"`name` must be one of {COLUMNS}. Received: name={name!r}.")
+        values = self.matrix[:, COLUMNS.index(name)].tolist()
+        return dict(zip(self.paths, values, strict=True))
+
+    @property
+    def grad_norm(self) -> float:
+        """The l2 norm over all variables, in true units."""
+        return float(np.linalg.norm(self.matrix[:, L2_NORM].astype("float64")))
+
+    @property
+    def max_abs(self) -> float:
+        """The largest absolute value of any gradient, in true units."""
+        return float(self.matrix[:, MAX_ABS].max(initial=0.0))
+
+    @property
+    def headroom_bits(self) -> float:
+        """How often the loss scale could double before the largest gradient leaves float16."""
+        scaled = self.max_abs * self.loss_scale
+        return math.log2(_FLOAT16_MAX / scaled) if 0 < scaled < math.inf else math.inf
+
+    @property
+    def overflowed(self) -> dict[str, int]:
+        """Variables that ever overflowed, with the number of steps, most often first.
+
+        Of equals the last in the model's order is first: from it inf flows backwards to the others.
+        """
+        counts = reversed(self.column("overflow_steps").items())
+        return {p: int(n) for p, n in sorted(counts, key=lambda x: -x[1]) if n}
+
+    @property
+    def exponents(self) -> dict[str, np.ndarray] | None:
+        """float32[47] for each variable: how many sampled values of the scaled gradient are zero,
+        lie in `[2**e, 2**(e + 1))` for e from -28 to 16, or are not finite. None if not measured.
+        """
+        if self.details is None:
+            return None
+        return dict(zip(self.paths, self.details[:, len(_sample.COLUMNS) :], strict=True))
+
+    @property
+    def degraded_share(self) -> dict[str, float]:
+        """Share of each gradient's non-zero values that lose bits in float16 at the present scale:
+        they lie below its smallest normal number, 2**-14. Empty if not measured."""
+        return self._share_below(-14)
+
+    @property
+    def lost_share(self) -> dict[str, float]:
+        """Share of each gradient's non-zero values that float16 would round to zero at the present
+        scale: they lie below 2**-25. Empty if not measured. Values that a float16 layer has
+        rounded to zero already count as zeros."""
+        return self._share_below(-25)
+
+    def _share_below(self, exponent: int) -> dict[str, float]:
+        if self.details is None:
+            return {}
+        finite = self.details[:, len(_sample.COLUMNS) + 1 : -1].astype("float64")
+        below = finite[:, : exponent - _sample.LOWEST].sum(axis=1)
+        share = below / np.maximum(finite.sum(axis=1), 1)
+        return dict(zip(self.paths, share.tolist(), strict=True))
+
+    @property
+    def weight_norm(self) -> dict[str, float]:
+        """The l2 norm of each variable, estimated from the sample. Empty if not measured."""
+        return self._detail(_sample.WEIGHT_NORM)
+
+    @property
+    def unmoved_share(self) -> dict[str, float]:
+        """Share of each variable's non-zero gradients whose weight did not move in the step."""
+        return self._detail(_sample.UNMOVED_SHARE)
+
+    @property
+    def update_ratio(self) -> dict[str, float]:
+        """log10 of update norm over weight norm; healthy near -3. Only where both are not zero.
+
+        Source: the rule of thumb of Stanford's course CS231n, "Neural Networks Part 3".
+        """
+        if self.details is None:
+            return {}
+        norms = self.details[:, : _sample.UPDATE_NORM + 1].astype("float64").tolist()
+        return {
+            path: math.log10(update / weight)
+            for path, (weight, update) in zip(self.paths, norms, strict=True)
+            if 0 < update < math.inf and 0 < weight < math.inf
+        }
+
+    def _detail(self, index: int) -> dict[str, float]:
+        if self.details is None:
+            return {}
+        return dict(zip(self.paths, self.details[:, index].tolist(), strict=True))
+
+    def worst(self, n: int = 3) -> list[str]:
+        """Name the variables to look at first.
+
+        Those that overflowed, in the order of `overflowed`, then those whose gradient is nearest to
+        leaving float16, upwards or downwards (distance of `log2(max_abs)` from the middle of all).
+        """
+        levels = np.log2(np.maximum(self.matrix[:, MAX_ABS].astype("float64"), 2.0**-149))
+        distance = np.abs(levels - np.median(levels)) if len(levels) else levels
+        overflows = self.matrix[:, OVERFLOW_STEPS]
+        place = np.arange(len(overflows)) * (overflows > 0)
+        order = np.lexsort((-distance, -place, -overflows))
+        return [self.paths[i] for i in order[:n]]
+
+    def __str__(self) -> str:
+        rows = [["variable", "l2 norm", "max abs", "zeros", "non-finite", "overflows"]]
+        for path, (norm, peak, zeros, bad, overflows) in zip(self.paths, self.matrix, strict=True):
+            numbers = [f"{norm:.3g}", f"{peak:.3g}", f"{zeros:.1%}", f"{bad:.0f}"]
+            rows.append([path, *numbers, f"{overflows:.0f}"])
+        lines = [
+            f"Gradient health after step {self.step}: loss scale {self.loss_scale:g}, "
+            f"{self.skipped_steps} skipped ({self.consecutive_skips} in a row now), "
+            f"gradient norm {self.grad_norm:.3g}, headroom {self.headroom_bits:.1f} bits",
+            table(rows),
+        ]
+        if self.overflowed:
+            lines.append(f"Look first at: {', '.join(self.worst())}")
+        return "\n".join(lines)
+
+
+def read_events(events: np.ndarray, paths: tuple[str, ...]) -> tuple[OverflowEvent, ...]:
+    """Name what float32[16, 5], the optimizer's `overflow_events`, holds."""
+    return tuple(
+        OverflowEvent(int(step), float(scale), paths[int(first)], int(number), bool(finite))
+        for step, scale, first, number, finite in events.tolist()
+        if step
+    )

@@ -1,0 +1,17 @@
+"""A model that exists already: convert it, audit it, quantize it."""
+
+from kmp.models.auditing import AuditReport, Finding, audit
+from kmp.models.convert import ConversionReport, LayerConversion, to_mixed_precision
+from kmp.models.quantization import freeze_observers, quantize_aware, to_int8
+
+__all__ = [
+    "AuditReport",
+    "ConversionReport",
+    "Finding",
+    "LayerConversion",
+    "audit",
+    "freeze_observers",
+    "quantize_aware",
+    "to_int8",
+    "to_mixed_precision",
+]

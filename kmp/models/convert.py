@@ -1,0 +1,255 @@
+"""An existing model in mixed precision: same object, same weights, other dtypes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+
+from kmp._keras import check_built, forget_functions, is_preprocessing, layers_of, path_of
+from kmp.models.heads import graph_of, output_layers, symbolic_outputs
+from kmp.models.policies import give_policy, remember_policies
+from kmp.precision.casts import half_dtype
+from kmp.precision.policy import Policy, get_policy
+from kmp.scaling.optimizer import LossScaleOptimizer
+
+
+class LayerConversion(NamedTuple):
+    """What became of one layer.
+
+    Attributes:
+        path: str, `layer.path`, or the name where Keras gives none.
+        layer: str, the name of its class.
+        before: str, the policy that it had.
+        after: str, the policy that it has.
+        reason: str, why it was left in full precision; empty if it was converted.
+    """
+
+    path: str
+    layer: str
+    before: str
+    after: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionReport:
+    """What `kmp.to_mixed_precision` did, one row a layer; `print` shows a table.
+
+    Attributes:
+        rows: tuple of `LayerConversion`, outer layers before inner ones.
+        optimizer: str, what became of the optimizer; empty if it was left alone.
+    """
+
+    rows: tuple[LayerConversion, ...]
+    optimizer: str = ""
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """The paths of the layers that took the policy."""
+        return tuple(row.path for row in self.rows if not row.reason)
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The paths of the others, each with the reason."""
+        return {row.path: row.reason for row in self.rows if row.reason}
+
+    def __str__(self) -> str:
+        header = LayerConversion("layer", "class", "before", "after", "left alone because")
+        cells = [header, *self.rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(4)]
+        lines = [
+            "  ".join([*(x.ljust(w) for x, w in zip(row, widths, strict=False)), row[4]]).rstrip()
+            for row in cells
+        ]
+        return "\n".join([*lines, *filter(None, [self.optimizer])])
+
+
+def to_mixed_precision(
+    model: keras.Model,
+    policy: Any = None,
+    filter_fn: Callable[[keras.Layer, str], bool] | None = None,
+) -> tuple[keras.Model, ConversionReport]:
+    """Let the layers of a built model compute in half precision; its weights stay as they are.
+
+    The model is converted in place, wrappers, RNN cells and nested models included. These layers
+    stay in float32, each with its reason in the report:
+
+    - output layers: the last ones with weights before each output, and what follows them (logits
+      and softmax want float32). If the policy names an output dtype, they compute in that one;
+    - preprocessing layers (`Normalization`, `Rescaling`, augmentation), since raw inputs leave
+      the range of half precision;
+    - layers with an activity regularizer, which Keras sums up in half precision;
+    - what `filter_fn` excludes, with all that is inside.
+
+    A compiled model stays compiled. Under float16 its optimizer, with its state, is wrapped in
+    loss scaling, unless it scales the loss already. Functions that Keras has compiled are dropped.
+    Saved files come back with the same policies; where layers are created by code of your own,
+    `import kmp` has to come before loading.
+
+    Converting once more, to another policy or back to `"float32"`, works the same way.
+
+    Args:
+        model: built `keras.Model`: Sequential, Functional or subclassed.
+        policy: what `kmp.get_policy` takes, with float32 parameters; `"mixed_"` +
+            `kmp.half_dtype()` if left out; `"autocast"` for a model that follows `kmp.autocast`;
+            or a `DTypePolicyMap` with entries in float32, such as that of `kmp.debug.diagnose`.
+        filter_fn: called with each layer and its path; those for which it returns False stay in
+            float32.
+
+    Returns:
+        The same model, and a `ConversionReport`.
+
+    Raises:
+        TypeError: if `model` is no Keras model.
+        ValueError: if the model is not built, has quantized layers or parameters of another
+            dtype than the policy's, or cannot be called any more. Nothing is converted then.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+    >>> model, report = to_mixed_precision(model, "mixed_bfloat16")
+    >>> [layer.compute_dtype for layer in model.layers]
+    ['bfloat16', 'float32']
+    >>> list(report.kept.values())
+    ['output layer']
+
+    Source: torchao's `convert_to_float8_training` for the filter, Micikevicius et al. 2018 for
+    what stays in float32.
+    """
+    filters = [] if filter_fn is None else [(filter_fn, "excluded by filter_fn")]
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        filters.append((_converted_by(policy), "float32 in the map"))
+        policy = policy.default_policy
+    policy = get_policy(f"mixed_{half_dtype()}" if policy is None else policy)
+    _check(model, policy)
+    plan = _plan(model, policy, filters)
+    before = [(layer, layer._dtype_policy) for layer in layers_of(model)]
+    callable_before = symbolic_outputs(model) is not None
+    try:
+        for layer, new, _ in plan:
+            give_policy(layer, new)
+        if callable_before and symbolic_outputs(model) is None:
+            raise ValueError(
+                f"{model.name!r} cannot be called in {policy}: one of its layers combines dtypes "
+                "that do not go together. Nothing was converted. Exclude that layer, for example "
+                "with filter_fn=lambda layer, path: layer.name != 'its_name'."
+            )
+    except Exception:
+        for layer, old in before:
+            layer._dtype_policy = old
+        raise
+    forget_functions(model)
+    remember_policies(model)
+    olds = {id(layer): old for layer, old in before}
+    rows = [
+        LayerConversion(
+            path_of(layer),
+            type(layer).__name__,
+            policy_word(olds[id(layer)]),
+            policy_word(new),
+            why,
+        )
+        for layer, new, why in plan
+    ]
+    return model, ConversionReport(tuple(rows), _scale_losses(model, policy))
+
+
+def _check(model: Any, policy: Policy) -> None:
+    check_built(model)
+    quantized = [path_of(x) for x in layers_of(model) if x.quantization_mode is not None]
+    if quantized:
+        raise ValueError(
+            "Quantized layers cannot change their policy. Received: "
+            f"{quantized[0]!r} and {len(quantized) - 1} more quantized layers. Convert the model "
+            "before model.quantize(...)."
+        )
+    for layer in layers_of(model):
+        wrong = layer._trainable_variables and layer.variable_dtype != policy.param_dtype
+        if wrong and keras.backend.is_float_dtype(layer.variable_dtype):
+            raise ValueError(
+                f"The weights stay as they are, in {layer.variable_dtype} in {path_of(layer)!r}. "
+                f"Received: policy={str(policy)!r}, whose parameters are {policy.param_dtype}. "
+                'Write for example "mixed_bfloat16", or build the model under that policy.'
+            )
+
+
+def _converted_by(policy_map: Any) -> Callable[[keras.Layer, str], bool]:
+    """A `filter_fn` that excludes what a map gives another policy than its default."""
+
+    def filter_fn(layer, path):
+        policy = get_policy(policy_map[path])
+        if policy not in (Policy("float32"), get_policy(policy_map.default_policy)):
+            raise ValueError(
+                "A map's entries are float32, or its default. Received: "
+                f"{policy_map.default_policy.name!r} by default and {str(policy)!r} for {path!r}. "
+                "Nothing was converted. Convert to one half precision at a time."
+            )
+        return policy != Policy("float32")
+
+    return filter_fn
+
+
+def _plan(
+    model: Any, policy: Policy, filters: list[tuple[Callable, str]]
+) -> list[tuple[keras.Layer, Any, str]]:
+    """Each layer with the policy that it is to have and the reason if that is not `policy`."""
+    heads = {id(layer) for layer in output_layers(model)}
+    keep = Policy("float32")
+    outputs = Policy(policy.param_dtype, policy.output_dtype) if policy.has_output_dtype else keep
+    plan: dict[int, tuple[keras.Layer, Any, str]] = {}
+
+    def visit(layer, kept_with=None):
+        path = path_of(layer)
+        inner = layer._flatten_layers(include_self=False, recursive=False)
+        new, reason = keep, ""
+        if id(layer) in plan:
+            return
+        if isinstance(layer, keras.layers.InputLayer):
+            return
+        if not keras.backend.is_float_dtype(layer.compute_dtype):
+            new, reason = layer.dtype_policy, f"computes in {layer.compute_dtype}"
+        elif policy == keep:
+            pass
+        elif kept_with is not None:
+            new, reason = kept_with[0], f"inside {kept_with[1]}"
+        elif is_preprocessing(layer):
+            reason = "preprocessing of raw inputs"
+        elif excluded := [why for convert, why in filters if not convert(layer, path)]:
+            reason = excluded[0]
+        elif id(layer) in heads:
+            new, reason = outputs, "output layer"
+        elif layer.activity_regularizer is not None:
+            reason = "activity regularizer"
+        elif any(map(is_preprocessing, inner)) and graph_of(layer) is None:
+            reason = "hands raw inputs to preprocessing layers"
+        else:
+            new = policy
+        plan[id(layer)] = (layer, new, reason)
+        alone = not reason or reason.startswith("hands")
+        for each in inner:
+            visit(each, None if alone else (new, path))
+
+    visit(model)
+    return list(plan.values())
+
+
+def policy_word(policy: keras.DTypePolicy) -> str:
+    """What a report calls a policy."""
+    return str(policy) if isinstance(policy, Policy) else policy.name
+
+
+def _scale_losses(model: Any, policy: Policy) -> str:
+    """Wrap the optimizer of a compiled model where float16 needs it; say so."""
+    optimizer = getattr(model, "optimizer", None)
+    half = half_dtype() if policy.adapts else policy.compute_dtype
+    if optimizer is None or half != "float16":
+        return ""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
+        return ""
+    model.optimizer = LossScaleOptimizer(optimizer)
+    if optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    if hasattr(model, "_compile_config"):  # what a saved file will compile the model with
+        model._compile_config.config["optimizer"] = model.optimizer
+    return f"{type(optimizer).__name__} was wrapped in kmp.LossScaleOptimizer, with its state."

@@ -1,0 +1,207 @@
+"""Dense and convolution layers that train with the rounding of int8 inference."""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from kmp._backend.types import Tensor
+from kmp._common import number, whole_number
+from kmp.models.convolution import add_bias_and_activate, convolve
+from kmp.models.range_quantizer import checked_bits, levels_of
+
+OBSERVER = ("input_range", "observed_batches", "freeze_at")
+NEVER = 2**24  # batches: as far as float32 counts
+
+
+class FakeQuantized(keras.Layer):
+    """Mixin of a layer with a kernel: rounds kernel and inputs as their int8 twins would be.
+
+    The kernel is rounded by Keras's own `abs_max_quantize`, a scale for each output channel, as
+    `quantize("int8")` will do it; the inputs by Keras's `fake_quant_with_min_max_vars`, to a range
+    that the layer has learned:
+
+        kernel = round(kernel / step) * step          step = max |kernel[..., channel]| / 127
+        inputs = round(clip(inputs, -range, range) / step) * step        step = range / 127
+
+        in each training batch whose inputs are finite, until the observer is frozen:
+            range = 0.99 * range + 0.01 * max |inputs|      (the first batch sets it)
+
+    Gradients pass the rounding unchanged (straight through), but for inputs beyond the range, which
+    get none. Inputs that are not finite stay so: an overflow must not end in a clipped number.
+
+    Attributes:
+        input_range: float32[], the range, symmetric about zero.
+        observed_batches: float32[], how many batches it has learned from; 0: nothing is rounded.
+        freeze_at: float32[], how many it may learn from.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        weight_bits: int = 8,
+        activation_bits: int = 8,
+        momentum: float = 0.99,
+        freeze_after: int | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.configure(weight_bits, activation_bits, momentum, freeze_after)
+
+    def configure(
+        self, weight_bits: int, activation_bits: int, momentum: float, freeze_after: int | None
+    ) -> None:
+        """Take what the constructor takes, for a layer that was constructed as another class."""
+        owner = type(self).__name__
+        self.weight_bits = checked_bits("weight_bits", weight_bits, owner)
+        self.activation_bits = checked_bits("activation_bits", activation_bits, owner)
+        self.momentum = number("momentum", momentum, owner)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"`momentum` of {owner} must be at least 0 and below 1, or the range would never "
+                f"move. Received: momentum={momentum!r}. The default is 0.99."
+            )
+        if freeze_after is not None:
+            freeze_after = whole_number("freeze_after", freeze_after, owner)
+        self.freeze_after = freeze_after
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.add_observer()
+
+    def add_observer(self) -> None:
+        """Create the state that the layer has beside its weights."""
+
+        def add(name, value, aggregation):
+            # Float, and not trainable: what kmp's callbacks put back after a skipped step.
+            return self.add_weight(
+                name=name,
+                shape=(),
+                initializer=keras.initializers.Constant(value),
+                dtype="float32",
+                trainable=False,
+                autocast=False,
+                aggregation=aggregation,
+            )
+
+        self.input_range = add("input_range", 0.0, "mean")
+        self.observed_batches = add("observed_batches", 0.0, "only_first_replica")
+        self.freeze_at = add("freeze_at", float(self.freeze_after or NEVER), "only_first_replica")
+
+    def rounded_kernel(self) -> Tensor:
+        """The kernel as int8 inference will have it, in the layer's compute dtype."""
+        with keras.src.backend.AutocastScope(None):  # the float32 kernel is what will be quantized
+            kernel = self._kernel.value  # on TensorFlow a conversion would leave the cast for later
+        levels = levels_of(self.weight_bits)
+        # Not fake_quant_with_min_max_vars: the largest weight of a channel is at the very end of
+        # its range, and where the end is rounded to below it, it would get no gradient.
+        quantized, scale = keras.quantizers.abs_max_quantize(
+            ops.stop_gradient(kernel),
+            axis=tuple(range(len(kernel.shape) - 1)),
+            value_range=(-levels, levels),
+            dtype="float32",
+        )
+        straight_through = kernel - ops.stop_gradient(kernel)  # zero, with the kernel's gradient
+        return ops.cast(quantized / scale + straight_through, self.compute_dtype)
+
+    def rounded_inputs(self, inputs: Tensor, training: bool | None) -> Tensor:
+        """The inputs as int8 inference will have them, in their own dtype; observe them first."""
+        if training and self.trainable:
+            self._observe(ops.stop_gradient(inputs))
+        end = ops.maximum(ops.convert_to_tensor(self.input_range), keras.config.epsilon())
+        rounded = keras.quantizers.fake_quant_with_min_max_vars(
+            inputs, -end, end, num_bits=self.activation_bits, narrow_range=True
+        )
+        known = ops.convert_to_tensor(self.observed_batches) > 0
+        return ops.where(ops.logical_and(ops.isfinite(inputs), known), rounded, inputs)
+
+    def _observe(self, inputs: Tensor) -> None:
+        seen = ops.convert_to_tensor(self.observed_batches)
+        old = ops.convert_to_tensor(self.input_range)
+        largest = ops.cast(ops.max(ops.abs(inputs), initial=0), "float32")
+        finite = ops.all(ops.isfinite(inputs))  # XLA's maximum may pass over a NaN
+        learn = ops.logical_and(finite, seen < ops.convert_to_tensor(self.freeze_at))
+        new = old * self.momentum + largest * (1 - self.momentum)
+        new = ops.where(ops.equal(seen, 0), largest, new)
+        self.input_range.assign(ops.where(learn, new, old))
+        self.observed_batches.assign(seen + ops.cast(learn, "float32"))
+
+    @property
+    def observer(self) -> dict[str, Any]:
+        """The variables that the layer has beside its weights, by name."""
+        return {name: getattr(self, name) for name in OBSERVER}
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        for name, variable in self.observer.items():
+            store[name] = variable
+
+    def load_own_variables(self, store):
+        super().load_own_variables(store)
+        for name, variable in self.observer.items():
+            variable.assign(store[name])
+
+    def settings(self) -> dict[str, Any]:
+        """What `configure` takes."""
+        return {
+            "weight_bits": self.weight_bits,
+            "activation_bits": self.activation_bits,
+            "momentum": self.momentum,
+            "freeze_after": self.freeze_after,
+        }
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), **self.settings()}
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+class FakeQuantizedDense(FakeQuantized, keras.layers.Dense):
+    """A `keras.layers.Dense` in quantization-aware training; see `kmp.quantize_aware`.
+
+    Args:
+        *args: those of `keras.layers.Dense`, and `**kwargs` as well.
+        weight_bits: int from 2 to 8, of the kernel's numbers.
+        activation_bits: int from 2 to 8, of the inputs'.
+        momentum: float in [0, 1), the share of the range that a batch leaves as it was.
+        freeze_after: positive int, the batches after which the range stays; None: never.
+        **kwargs: the others.
+
+    Raises:
+        ValueError: one of these is not as above.
+
+    Example:
+
+    >>> layer = FakeQuantizedDense(3, weight_bits=4)
+    >>> outputs = layer(ops.ones((2, 5)), training=True)
+    >>> float(layer.input_range), layer.rounded_kernel().shape
+    (1.0, (5, 3))
+    """
+
+    def call(self, inputs, training=None):
+        x = ops.matmul(self.rounded_inputs(inputs, training), self.rounded_kernel())
+        if self.bias is not None:
+            x = ops.add(x, self.bias)
+        return x if self.activation is None else self.activation(x)
+
+
+class FakeQuantizedConvolution(FakeQuantized):
+    """Mixin of the convolutions in quantization-aware training."""
+
+    def call(self, inputs, training=None):
+        x = convolve(self, self.rounded_inputs(inputs, training), self.rounded_kernel())
+        return add_bias_and_activate(self, x)
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+class FakeQuantizedConv1D(FakeQuantizedConvolution, keras.layers.Conv1D):
+    """A `keras.layers.Conv1D` with the further arguments of `FakeQuantizedDense`."""
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+class FakeQuantizedConv2D(FakeQuantizedConvolution, keras.layers.Conv2D):
+    """A `keras.layers.Conv2D` with the further arguments of `FakeQuantizedDense`."""
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+class FakeQuantizedConv3D(FakeQuantizedConvolution, keras.layers.Conv3D):
+    """A `keras.layers.Conv3D` with the further arguments of `FakeQuantizedDense`."""

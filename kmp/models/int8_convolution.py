@@ -1,0 +1,82 @@
+"""Convolutions as `quantize("int8")` would leave them, if Keras had it for convolutions."""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from kmp.models.convolution import add_bias_and_activate, along_channels, convolve
+
+
+class Int8Convolution(keras.Layer):
+    """Mixin of a convolution with an int8 kernel and inputs rounded to int8.
+
+        outputs = conv(int8(inputs), int8 kernel) / (input scale * kernel scale[channel]) + bias
+
+    The integers are multiplied and summed as float32, in which an integer up to 2**24 is exact:
+    what an int8 convolution with int32 sums would give, up to 1040 products a sum (9 positions in
+    115 channels), and within float32's rounding beyond. Keras's backends have no int8 convolution
+    in common; a quarter of the memory is saved, and no time.
+
+    Args:
+        quantization_config: `keras.quantizers.Int8QuantizationConfig`, as of Keras's int8 layers,
+            whose activation quantizer is a `RangeQuantizer`.
+        **kwargs: those of the convolution.
+    """
+
+    def __init__(self, *args: Any, quantization_config: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.quantization_config = keras.saving.deserialize_keras_object(quantization_config)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.add_scale()
+
+    def add_scale(self) -> None:
+        """Create what the layer has beside kernel and bias."""
+        self.kernel_scale = self.add_weight(
+            name="kernel_scale", shape=(self.filters,), initializer="ones", trainable=False
+        )
+        self._is_quantized = True  # Keras's mark, so that quantize() refuses
+
+    def add_weight(self, *args, name=None, **kwargs):
+        if name == "kernel":
+            kwargs.update(dtype="int8", initializer="zeros", trainable=False)
+            kwargs.update(regularizer=None, constraint=None)
+        return super().add_weight(*args, name=name, **kwargs)
+
+    def call(self, inputs):
+        integers, inputs_scale = self.quantization_config.activation_quantizer(inputs)
+        kernel = ops.cast(self._kernel, "float32")
+        x = convolve(self, ops.cast(integers, "float32"), kernel)
+        x = x / along_channels(self, ops.multiply(self.kernel_scale, inputs_scale))
+        return add_bias_and_activate(self, x)
+
+    _int8_call = call  # what Keras calls under the policy "int8_from_float32"
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        store["kernel_scale"] = self.kernel_scale
+
+    def load_own_variables(self, store):
+        super().load_own_variables(store)
+        self.kernel_scale.assign(store["kernel_scale"])
+
+    def get_config(self) -> dict[str, Any]:
+        config = keras.saving.serialize_keras_object(self.quantization_config)
+        return {**super().get_config(), "quantization_config": config}
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+class Int8Conv1D(Int8Convolution, keras.layers.Conv1D):
+    """A `keras.layers.Conv1D` that `kmp.to_int8` has quantized."""
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+class Int8Conv2D(Int8Convolution, keras.layers.Conv2D):
+    """A `keras.layers.Conv2D` that `kmp.to_int8` has quantized."""
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+class Int8Conv3D(Int8Convolution, keras.layers.Conv3D):
+    """A `keras.layers.Conv3D` that `kmp.to_int8` has quantized."""

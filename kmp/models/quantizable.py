@@ -1,0 +1,69 @@
+"""Which layers of a model can be prepared for quantization, and why the others cannot."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from kmp._keras import path_of
+from kmp.models.fake_quantization import FakeQuantized
+from kmp.models.heads import symbolic_outputs
+from kmp.models.quantized import PREPARED
+
+
+def plan_for(model: Any, filter_fn: Callable | None) -> list[tuple[Any, str]]:
+    """Each layer that has weights of its own, with the reason for which it is left alone."""
+    plan: dict[int, tuple[Any, str]] = {}
+
+    def visit(layer, outside=""):
+        if id(layer) in plan:
+            return
+        path = path_of(layer)
+        if not outside and filter_fn is not None and not filter_fn(layer, path):
+            outside = "excluded by filter_fn"
+        if layer._trainable_variables or isinstance(layer, FakeQuantized):
+            plan[id(layer)] = (layer, outside or _unfit(layer))
+        for each in layer._flatten_layers(include_self=False, recursive=False):
+            visit(each, outside)
+
+    visit(model)
+    return list(plan.values())
+
+
+def _unfit(layer: Any) -> str:
+    """Why a layer cannot be prepared; empty if it can."""
+    if isinstance(layer, FakeQuantized):
+        return "prepared already"
+    if layer.quantization_mode is not None:
+        return f"quantized to {layer.quantization_mode} already"
+    if type(layer) not in PREPARED:
+        return "no Dense, Conv1D, Conv2D or Conv3D"
+    if layer.lora_enabled:
+        return "LoRA"
+    if layer._kernel.dtype != "float32":
+        return f"weights in {layer._kernel.dtype}"
+    return ""
+
+
+def not_told_to_train(model: Any, layers: list[Any]) -> list[Any]:
+    """Those of the prepared `layers` that `fit` would call without saying that they train.
+
+    What a subclassed model does that keeps `training` to itself; as far as it can be called
+    symbolically.
+    """
+    told: dict[int, bool] = {}
+    original = FakeQuantized.rounded_inputs
+
+    def rounded_inputs(layer, inputs, training):
+        told[id(layer)] = told.get(id(layer), False) or bool(training)
+        return original(layer, inputs, training)
+
+    # Keras's trainer on JAX goes around __call__, which would tell the layers by itself.
+    call = model.call if keras.backend.backend() == "jax" else model
+    arguments = {"training": True} if model._call_has_training_arg else {}
+    FakeQuantized.rounded_inputs = rounded_inputs  # type: ignore[method-assign]
+    try:
+        symbolic_outputs(model, lambda *inputs: call(*inputs, **arguments))
+    finally:
+        FakeQuantized.rounded_inputs = original  # type: ignore[method-assign]
+    return [layer for layer in layers if not told.get(id(layer), True)]

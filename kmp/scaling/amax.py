@@ -1,0 +1,128 @@
+"""A loss scale that is chosen from the gradients' measured maximum, not searched for."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import keras
+from keras import ops
+
+from kmp._backend.types import Tensor
+from kmp._common import number
+from kmp.precision.float_formats import formats
+from kmp.scaling.rules import DynamicLossScale, ScaleState
+
+LARGEST = formats["float16"].largest
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+@dataclasses.dataclass(frozen=True)
+class AmaxLossScale(DynamicLossScale):
+    """A loss scale that keeps the largest gradient a chosen number of bits below overflow.
+
+    `DynamicLossScale` finds its scale by overflowing, one skipped step for each factor of two, and
+    raises it every 2000 steps. This one reads the largest gradient, which the step has measured:
+
+    ```
+    finite:    scale = largest power of two with  max_abs * scale * 2**headroom_bits <= 65504
+    overflow:  scale = max(scale / 16, 1), and it stays for 2000 finite steps
+    ```
+
+    So it begins at 1, at which nothing overflows, is right from the second step on, and follows the
+    gradients within a step, up and down. The headroom is for the next batch, and for gradients
+    inside the model, which may be larger than those of the variables; where it was too small, the
+    overflow shows it, and the scale is left alone for a while.
+
+    Args:
+        initial_scale: float in [`min_scale`, `max_scale`], the scale of the first step.
+        growth_factor: float > 1, what the scale is multiplied with while all gradients are zero.
+        backoff_factor: float in (0, 1), what it is multiplied with when it backs off.
+        growth_interval: int >= 1, finite steps after an overflow until the maximum counts again.
+        min_scale, max_scale, hysteresis: as in `DynamicLossScale`.
+        headroom_bits: float in [0, 16), how far the largest gradient stays below 65504.
+
+    Raises:
+        ValueError: if an argument is out of its range.
+
+    Example:
+
+    >>> rule = AmaxLossScale(headroom_bits=4)
+    >>> state = rule.init()
+    >>> for max_abs in [0.5, 0.5, 100.0]:
+    ...     state = rule.next(state, True, max_abs)
+    ...     print(float(state.scale))
+    4096.0
+    4096.0
+    32.0
+
+    Source: the per-tensor scales of NVIDIA's Transformer Engine ("delayed scaling"), here one for
+    the loss.
+    """
+
+    headroom_bits: float = 4.0
+    initial_scale: float = 1.0
+    backoff_factor: float = 1 / 16
+
+    reads_max_abs: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        bits = number("headroom_bits", self.headroom_bits, "AmaxLossScale")
+        if not 0 <= bits < 16:
+            raise ValueError(
+                "`headroom_bits` of AmaxLossScale must lie between 0 and 16, the bits of float16 "
+                f"above 1. Received: headroom_bits={bits}. Write headroom_bits=4, the default."
+            )
+        object.__setattr__(self, "headroom_bits", bits)
+
+    def next(self, state: ScaleState, finite: Tensor, max_abs: Tensor | None = None) -> ScaleState:
+        """Return the state after a step.
+
+        Args:
+            state: `ScaleState` before the step; its `finite_steps` are those still to go until the
+                maximum counts again.
+            finite: bool[], whether every gradient of the step was finite.
+            max_abs: float32[], the largest absolute value of all gradients, after division by the
+                scale.
+
+        Returns:
+            `ScaleState` whose scale is finite and in [`min_scale`, `max_scale`].
+
+        Raises:
+            ValueError: if `max_abs` is missing.
+        """
+        if max_abs is None:
+            raise ValueError(
+                "AmaxLossScale needs the largest gradient of the step. Received: max_abs=None. "
+                "Write rule.next(state, finite, max_abs) with the maximum of the absolute unscaled "
+                "gradients, or leave it to kmp.scaled."
+            )
+        finite = ops.cast(finite, "bool")
+        scale = ops.convert_to_tensor(state.scale, "float32")
+        max_abs = ops.cast(max_abs, "float32")
+        waiting = ops.greater(state.finite_steps, 0)
+        overflows = ops.where(finite, ops.zeros_like(state.overflows), state.overflows + 1)
+        growth, backoff = (
+            ops.convert_to_tensor(x, "float32") for x in (self.growth_factor, self.backoff_factor)
+        )
+        chosen = ops.where(max_abs > 0, self._fitting(max_abs), scale * growth)
+        backs_off = ops.greater_equal(overflows, self.hysteresis)
+        after_overflow = ops.where(backs_off, scale * backoff, scale)
+        scale = ops.where(finite, ops.where(waiting, scale, chosen), after_overflow)
+        left = ops.maximum(state.finite_steps - 1, 0)
+        return ScaleState(
+            scale=ops.clip(scale, self.min_scale, self.max_scale),
+            finite_steps=ops.where(finite, left, ops.full_like(left, self.growth_interval)),
+            overflows=overflows,
+        )
+
+    def _fitting(self, max_abs: Tensor) -> Tensor:
+        """The largest power of two at which `max_abs` keeps its headroom; 0 if there is none.
+
+        From a list: logarithms and powers are not exact in float32, powers of two have to be.
+        """
+        lowest, highest = math.log2(self.min_scale), math.log2(self.max_scale)
+        exponents = range(math.ceil(lowest), math.floor(highest) + 1)
+        powers = ops.convert_to_tensor([2.0**k for k in exponents] or [self.min_scale], "float32")
+        fits = powers * (max_abs * 2.0**self.headroom_bits) <= LARGEST
+        return ops.max(ops.where(fits, powers, ops.zeros_like(powers)))

@@ -1,0 +1,228 @@
+"""The optimizer's state in files, and in the terms of the peers it is exchanged with.
+
+kmp stores its own variables by name and leaves the inner optimizer's to Keras, which stores them
+beside: once, where Keras's LossScaleOptimizer stores them twice. What is read is checked as a whole
+before anything is written, so that a wrong file leaves the live state as it was.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from kmp._backend.types import Variable
+from kmp._common import number, scale_number, whole_number
+from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
+
+_INNER_SIZES = "inner_sizes"
+# Keras's class numbers its variables: these, then the inner optimizer's.
+_KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
+_UNBUILT = ("iteration", "learning_rate")  # what an optimizer has before it is built
+# The others are of measuring, or dropping whole windows: that may have been switched on since.
+_REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
+_GRAD_SCALER_KEYS = (
+    "scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "_growth_tracker",
+)
+
+
+def save_own_variables(optimizer: Any, store: Any) -> None:
+    """Store the wrapper's variables by name, and the sizes of the inner optimizer's."""
+    for variable in optimizer.own_variables:
+        store[variable.name] = variable.numpy()
+    store[_INNER_SIZES] = _sizes(optimizer.inner_optimizer.variables)
+
+
+def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
+    """Load state that kmp, Keras's LossScaleOptimizer or the bare inner optimizer stored.
+
+    Raises:
+        ValueError: if it is none of these, or of another inner optimizer or model. Nothing is
+            changed then.
+    """
+    sizes = _sizes_before_first_step(store)
+    if sizes is not None and (optimizer.built or len(sizes) <= len(_UNBUILT)):
+        _load_before_first_step(optimizer, store, sizes)
+        return
+    keys = set(store.keys())
+    if not keys or not optimizer.built:
+        reason = "the file holds none" if not keys else "the optimizer is not built yet"
+        warnings.warn(f"The state of {optimizer.name!r} is not loaded: {reason}.", stacklevel=2)
+        return
+    own = {v.name: v for v in optimizer.own_variables}
+    inner = optimizer.inner_optimizer.variables
+    if "dynamic_scale" in keys:
+        values = [(v, store[name]) for name, v in own.items() if name in keys]
+        missing = _REQUIRED - keys
+        if missing:
+            raise ValueError(
+                f"The stored optimizer state is incomplete: {sorted(missing)} missing."
+            )
+        stored, live = np.asarray(store[_INNER_SIZES]).tolist(), _sizes(inner).tolist()
+        if stored != live:
+            raise _mismatch(optimizer, f"{len(stored)} variables of other sizes", len(live))
+    elif len(keys) == len(inner):
+        values = [(v, store[str(i)]) for i, v in enumerate(inner)]
+    elif len(keys) == len(_KERAS_OWN) + len(inner):
+        values = [(own[name], store[str(i)]) for i, name in enumerate(_KERAS_OWN)]
+        values += [(v, store[str(i)]) for i, v in enumerate(inner, start=len(_KERAS_OWN))]
+    else:
+        raise _mismatch(optimizer, f"{len(keys)} variables", len(inner))
+    if "dynamic_scale" not in keys:  # a foreign file: its steps are those that were applied
+        values.append((own["iteration"], store[str(len(keys) - len(inner))]))
+        _expect_less_of_the_inner(optimizer.inner_optimizer)
+    scale = own["dynamic_scale"]
+    rule = optimizer.loss_scale
+    values = [(v, _within_bounds(rule, x) if v is scale else x) for v, x in values]
+    _assign_all(optimizer, values)
+
+
+def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
+    """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` gives it."""
+    rule = optimizer.loss_scale
+    return {
+        "scale": float(optimizer.scale_variable.numpy()),
+        "growth_factor": getattr(rule, "growth_factor", 1.0),
+        "backoff_factor": getattr(rule, "backoff_factor", 1.0),
+        "growth_interval": getattr(rule, "growth_interval", 2**31 - 1),
+        "_growth_tracker": int(optimizer.step_counter.numpy()),
+    }
+
+
+def load_grad_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Take over scale, counter and rule from a GradScaler's dictionary; see `grad_scaler_state`."""
+    if not isinstance(state, Mapping) or set(state) != set(_GRAD_SCALER_KEYS):
+        raise ValueError(
+            f"`state` must be a dictionary with the keys {_GRAD_SCALER_KEYS}, as "
+            "torch.amp.GradScaler.state_dict() returns it. Received: "
+            f"{sorted(state) if isinstance(state, Mapping) else type(state).__name__}."
+        )
+    if not isinstance(optimizer.loss_scale, DynamicLossScale) or not optimizer.built:
+        raise ValueError(
+            "A GradScaler's state goes into a built optimizer with a dynamic loss scale. Received: "
+            f"built={optimizer.built}, loss_scale={optimizer.loss_scale}. Write "
+            'kmp.scaled(..., loss_scale="dynamic") and optimizer.build(model.trainable_variables).'
+        )
+    scale = scale_number("scale", state["scale"], "the GradScaler state")
+    tracker = number("_growth_tracker", state["_growth_tracker"], "the GradScaler state")
+    tracker = whole_number("_growth_tracker + 1", tracker + 1, "the GradScaler state") - 1
+    optimizer.loss_scale = dataclasses.replace(
+        optimizer.loss_scale,
+        growth_factor=state["growth_factor"],
+        backoff_factor=state["backoff_factor"],
+        growth_interval=state["growth_interval"],
+        min_scale=min(optimizer.loss_scale.min_scale, scale),
+        max_scale=max(optimizer.loss_scale.max_scale, scale),
+    )
+    optimizer.scale_variable.assign(scale)
+    optimizer.step_counter.assign(tracker)
+
+
+def _sizes(variables: list[Variable]) -> np.ndarray:
+    return np.array([np.prod(v.shape, dtype="int64") for v in variables], "int64")
+
+
+def _mismatch(optimizer: Any, stored: str, expected: int) -> ValueError:
+    return ValueError(
+        f"The stored optimizer state does not fit {type(optimizer.inner_optimizer).__name__} of "
+        f"this model. Expected: the state of kmp.scaled({type(optimizer.inner_optimizer).__name__})"
+        f", of Keras's LossScaleOptimizer or of the bare optimizer, with {expected} inner "
+        f"variables. Received: {stored}. Compile with the optimizer that the state was saved from."
+    )
+
+
+def _within_bounds(rule: Any, scale: Any) -> Any:
+    """A stored scale as far as the present rule allows it."""
+    if isinstance(rule, (StaticLossScale, NoOpLossScale)):
+        return rule.init().scale
+    if not isinstance(rule, DynamicLossScale):
+        return scale
+    finite = np.nan_to_num(np.asarray(scale), nan=rule.min_scale)
+    return np.clip(finite, rule.min_scale, rule.max_scale)
+
+
+def _assign_all(optimizer: Any, values: list[tuple[Variable, Any]]) -> None:
+    arrays = [(variable, np.asarray(value)) for variable, value in values]
+    wrong = [v.path for v, x in arrays if tuple(x.shape) != tuple(v.shape)]
+    if wrong:
+        inner = optimizer.inner_optimizer.variables
+        raise _mismatch(optimizer, f"other shapes for {wrong[:3]}", len(inner))
+    for variable, array in arrays:
+        variable.assign(keras.ops.convert_to_tensor(array, variable.dtype))
+
+
+def _sizes_before_first_step(store: Mapping[str, Any]) -> list[int] | None:
+    """The sizes of the inner optimizer's variables if `store` was saved before the first step.
+
+    An optimizer that is not built has an iteration, 0, and a learning rate, unless a schedule gives
+    that; so does its inner optimizer. Returns None if `store` holds more.
+    """
+    keys = set(store.keys())
+    if _INNER_SIZES in keys:
+        built = not keys <= {_INNER_SIZES, *_UNBUILT}
+        return None if built else np.asarray(store[_INNER_SIZES]).tolist()
+    if "0" not in keys or len(keys) > 2 * len(_UNBUILT) or any(np.shape(store[k]) for k in keys):
+        return None
+    if np.asarray(store["0"]) != 0:
+        return None
+    # Keras's LossScaleOptimizer stores its own two before those of the inner optimizer.
+    is_wrapper = len(keys) > len(_UNBUILT)
+    return [1] * (len(keys) - is_wrapper * len(_UNBUILT))
+
+
+def _load_before_first_step(optimizer: Any, store: Mapping[str, Any], sizes: list[int]) -> None:
+    """Load the state of an optimizer that was saved before it was built: all of it, or nothing."""
+    inner = optimizer.inner_optimizer
+    complete = sizes == _sizes(inner.variables).tolist()
+    if not complete and (len(sizes) > len(_UNBUILT) or set(sizes) != {1}):
+        raise _mismatch(optimizer, f"{len(sizes)} variables of other sizes", len(inner.variables))
+    if not complete and (int(optimizer.steps.numpy()) or int(inner.iterations.numpy())):
+        warnings.warn(
+            f"The state of {optimizer.name!r} is not loaded, and stays as it is: the file was "
+            "saved before the optimizer's first step.",
+            stacklevel=3,
+        )
+        return
+    if optimizer.built:
+        _assign_all(optimizer, _initial_values(optimizer))
+    keys = set(store.keys())
+    if "0" in keys and len(keys) == len(sizes):  # of a bare optimizer: the file has no inner one
+        _load_unbuilt(inner, store)
+    _expect_less_of_the_inner(inner)
+
+
+def _initial_values(optimizer: Any) -> list[tuple[Variable, Any]]:
+    """The wrapper's variables as `build` makes them, without those that are settings."""
+    own = {v.name: v for v in optimizer.own_variables}
+    scale, *_ = (own.pop(name, None) for name in ("dynamic_scale", "learning_rate", "sampling"))
+    zeros = [(v, np.zeros(v.shape)) for v in own.values()]
+    return [*zeros, (scale, optimizer.loss_scale.init().scale)]
+
+
+def _expect_less_of_the_inner(inner: Any) -> None:
+    """Let the inner optimizer's next load accept that the file holds little of it, or nothing."""
+    keras_loader = inner.load_own_variables
+    inner.load_own_variables = functools.partial(_load_inner, inner, keras_loader)
+
+
+def _load_inner(inner: Any, keras_loader: Any, store: Mapping[str, Any]) -> None:
+    del inner.load_own_variables
+    number = len(store.keys())
+    if number > len(_UNBUILT) or number == len(inner.variables):
+        keras_loader(store)
+    else:
+        _load_unbuilt(inner, store)
+
+
+def _load_unbuilt(inner: Any, store: Mapping[str, Any]) -> None:
+    """Load iteration and learning rate, which Keras numbers first."""
+    for i, variable in enumerate(inner.variables[: len(store.keys())]):
+        if variable.name in _UNBUILT:
+            variable.assign(store[str(i)])

@@ -1,0 +1,320 @@
+"""Loss scaling as pure functions: what the scale is, and what it becomes after a step.
+
+The three parts are kept apart. The *rule* is a frozen dataclass with the same four verbs for every
+strategy, the *state* a NamedTuple of tensors, and nothing else remembers anything: all of it works
+eagerly, inside `jax.jit` and inside `tf.function`, in a custom loop or in `kmp.scaled`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import keras
+from keras import ops
+
+from kmp._backend.types import Tensor, Tree
+from kmp._common import is_number, number, scale_number, whole_number
+from kmp.scaling.trees import multiply
+
+
+class ScaleState(NamedTuple):
+    """Where a loss scale stands; what `init` returns and `next` takes and returns.
+
+    Attributes:
+        scale: float32[], what the loss is multiplied with.
+        finite_steps: int32[], finite steps in a row since the scale last moved.
+        overflows: int32[], overflows in a row up to now.
+
+    Example:
+
+    >>> state = DynamicLossScale(initial_scale=128).init()
+    >>> float(state.scale), int(state.finite_steps), int(state.overflows)
+    (128.0, 0, 0)
+    """
+
+    scale: Tensor
+    finite_steps: Tensor
+    overflows: Tensor
+
+
+@runtime_checkable
+class LossScale(Protocol):
+    """What a loss-scaling strategy offers; write your own with these four methods.
+
+    Example:
+
+    >>> isinstance(StaticLossScale(1024), LossScale)
+    True
+    """
+
+    def init(self) -> ScaleState:
+        """Return the state before the first step."""
+
+    def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
+        """Return the state after a step whose gradients were all `finite`, or not."""
+
+    def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
+        """Multiply the loss."""
+
+    def unscale(self, tree: Tree, state: ScaleState) -> Tree:
+        """Divide the gradients by what the loss was multiplied with."""
+
+
+class _Rule:
+    """What the three strategies share: multiplying, dividing, and their own serialisation."""
+
+    def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
+        """Return `loss * state.scale`, in at least float32 (float16 would end at 65504)."""
+        return multiply(loss, state.scale)
+
+    def unscale(self, tree: Tree, state: ScaleState) -> Tree:
+        """Return every float leaf times `1 / state.scale`, in at least float32.
+
+        As torch.amp.GradScaler. XLA computes a product again wherever it is needed; a quotient it
+        would keep in memory.
+        """
+        return multiply(tree, ops.reciprocal(state.scale))
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "_Rule":
+        """Build the strategy from what `get_config` returned."""
+        return cls(**config)
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale(_Rule):
+    """No loss scaling, with the verbs of the others, so that no loop needs an `if`.
+
+    For bfloat16 and float32, whose range is wide enough. float16 loses small gradients without a
+    scale; `kmp.scaled` warns when it is asked for that.
+
+    Example:
+
+    >>> rule = NoOpLossScale()
+    >>> float(rule.scale(3.0, rule.init()))
+    3.0
+
+    Source: JMP, `NoOpLossScale`.
+    """
+
+    def init(self) -> ScaleState:
+        """Return the state before the first step: a scale of 1."""
+        return _initial_state(1.0)
+
+    def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
+        """Count the step; the scale stays."""
+        return _counted(state, finite)
+
+    def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
+        """Return the loss as it is."""
+        return loss
+
+    def unscale(self, tree: Tree, state: ScaleState) -> Tree:
+        """Return the gradients as they are."""
+        return tree
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(_Rule):
+    """A constant loss scale.
+
+    Args:
+        value: float, positive and finite. A power of two changes no bit of a float32 gradient.
+
+    Raises:
+        ValueError: if `value` is not a positive number whose reciprocal float32 can hold.
+
+    Example:
+
+    >>> rule = StaticLossScale(1024)
+    >>> state = rule.init()
+    >>> float(rule.unscale(rule.scale(3.0, state), state))
+    3.0
+
+    Source: Micikevicius et al. 2018, *Mixed Precision Training*, section 3.2.
+    """
+
+    value: float
+
+    def __post_init__(self):
+        object.__setattr__(self, "value", scale_number("value", self.value, "StaticLossScale"))
+
+    def init(self) -> ScaleState:
+        """Return the state before the first step."""
+        return _initial_state(self.value)
+
+    def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
+        """Count the step; the scale stays."""
+        return _counted(state, finite)
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(_Rule):
+    """A loss scale that backs off at each overflow and grows after a long finite stretch.
+
+    After each step, with the defaults in place:
+
+    ```
+    finite:    after 2000 finite steps in a row   scale = min(scale * 2, 2**24)
+    overflow:  at the first in a row              scale = max(scale * 0.5, 1)
+    ```
+
+    Args:
+        initial_scale: float in [`min_scale`, `max_scale`].
+        growth_factor: float > 1, what the scale is multiplied with when it grows.
+        backoff_factor: float in (0, 1), what it is multiplied with when it backs off.
+        growth_interval: int >= 1, finite steps in a row before the scale grows.
+        min_scale: float > 0. Some models need less than 1; a scale that sits at its floor is
+            reported by `kmp.callbacks.GradientHealth`.
+        max_scale: float.
+        hysteresis: int >= 1. The scale backs off at this many overflows in a row, and at each
+            further one until a finite step. Consecutive, not cumulative.
+
+    Raises:
+        ValueError: if an argument is out of its range.
+
+    Example:
+
+    >>> rule = DynamicLossScale(initial_scale=128, growth_interval=3)
+    >>> state = rule.init()
+    >>> for finite in [True, True, True, False]:
+    ...     state = rule.next(state, finite)
+    ...     print(float(state.scale))
+    128.0
+    128.0
+    256.0
+    128.0
+
+    Source: torch.amp.GradScaler, whose scale this equals after each step away from floor and
+    ceiling; the floor, the ceiling and `hysteresis` are DeepSpeed's (`min_loss_scale`,
+    `consecutive_hysteresis`).
+    """
+
+    initial_scale: float = 2.0**15
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    hysteresis: int = 1
+
+    def __post_init__(self):
+        owner = type(self).__name__
+        for name in ("initial_scale", "min_scale", "max_scale"):
+            object.__setattr__(self, name, scale_number(name, getattr(self, name), owner))
+        for name in ("growth_interval", "hysteresis"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), owner))
+        for name, fits, wanted, instead in (
+            ("growth_factor", lambda x: 1 < x < math.inf, "a finite number above 1", "2.0"),
+            ("backoff_factor", lambda x: 0 < x < 1, "a number between 0 and 1", "0.5"),
+        ):
+            value = number(name, getattr(self, name), owner)
+            if not fits(value):
+                raise ValueError(
+                    f"`{name}` of {owner} must be {wanted}. Received: {name}={value}. "
+                    f"Write {name}={instead}, the usual choice."
+                )
+            object.__setattr__(self, name, value)
+        if self.min_scale > self.max_scale:
+            raise ValueError(
+                f"`min_scale` of {owner} must not be above `max_scale`. Received: "
+                f"min_scale={self.min_scale}, max_scale={self.max_scale}. Swap the two, or leave "
+                "one at its default (1 and 2**24)."
+            )
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                f"`initial_scale` of {owner} must lie in [min_scale, max_scale]. Received: "
+                f"initial_scale={self.initial_scale}, min_scale={self.min_scale}, "
+                f"max_scale={self.max_scale}. Pass min_scale={min(self.initial_scale, 1.0)} or "
+                f"max_scale={max(self.initial_scale, 2.0**24)} with it."
+            )
+
+    def init(self) -> ScaleState:
+        """Return the state before the first step."""
+        return _initial_state(self.initial_scale)
+
+    def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
+        """Return the state after a step.
+
+        Args:
+            state: `ScaleState` before the step.
+            finite: bool[], whether every gradient of the step was finite.
+
+        Returns:
+            `ScaleState` whose scale is finite and in [`min_scale`, `max_scale`].
+        """
+        counted = _counted(state, finite)
+        grow = ops.greater_equal(counted.finite_steps, self.growth_interval)
+        back_off = ops.greater_equal(counted.overflows, self.hysteresis)
+        # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
+        growth, backoff, one = (
+            ops.convert_to_tensor(x, "float32")
+            for x in (self.growth_factor, self.backoff_factor, 1.0)
+        )
+        factor = ops.where(grow, growth, ops.where(back_off, backoff, one))
+        scale = ops.multiply(counted.scale, factor)
+        return ScaleState(
+            scale=ops.clip(scale, self.min_scale, self.max_scale),
+            finite_steps=ops.where(
+                grow, ops.zeros_like(counted.finite_steps), counted.finite_steps
+            ),
+            overflows=counted.overflows,
+        )
+
+
+def get(identifier: Any) -> LossScale:
+    """Return the strategy that `identifier` names.
+
+    Args:
+        identifier: `"dynamic"`, `"none"`, a positive number (a static scale), a strategy, or the
+            serialised config of one.
+
+    Raises:
+        ValueError: if it is none of these.
+
+    Example:
+
+    >>> get("dynamic").initial_scale
+    32768.0
+    >>> get(1024)
+    StaticLossScale(value=1024.0)
+    """
+    if isinstance(identifier, str) and identifier in _NAMED:
+        return _NAMED[identifier]()
+    if isinstance(identifier, dict):
+        identifier = keras.saving.deserialize_keras_object(identifier)
+    if isinstance(identifier, LossScale) and not isinstance(identifier, type):
+        return identifier
+    if is_number(identifier):
+        return StaticLossScale(identifier)
+    raise ValueError(
+        '`loss_scale` must be "dynamic", "none", a positive number or a strategy such as '
+        f"kmp.DynamicLossScale(growth_interval=500). Received: loss_scale={identifier!r} (of type "
+        f'{type(identifier).__name__}). Write loss_scale="dynamic" if in doubt.'
+    )
+
+
+_NAMED: dict[str, Callable[[], LossScale]] = {"dynamic": DynamicLossScale, "none": NoOpLossScale}
+
+
+def _initial_state(scale: float) -> ScaleState:
+    zero = ops.zeros((), "int32")
+    return ScaleState(ops.convert_to_tensor(scale, "float32"), zero, zero)
+
+
+def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
+    finite = ops.cast(finite, "bool")
+    zero = ops.zeros_like
+    return ScaleState(
+        scale=ops.convert_to_tensor(state.scale, "float32"),
+        finite_steps=ops.where(finite, state.finite_steps + 1, zero(state.finite_steps)),
+        overflows=ops.where(finite, zero(state.overflows), state.overflows + 1),
+    )

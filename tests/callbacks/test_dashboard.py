@@ -1,0 +1,153 @@
+"""The dashboard of a real run, in a real TensorBoard and in a real browser."""
+
+import io
+import shutil
+import subprocess
+import urllib.parse
+
+import keras
+import numpy as np
+import pytest
+from PIL import Image
+from test_summaries import tensorboard_server
+
+import kmp
+from kmp.callbacks import dashboard
+from kmp.callbacks.dashboard import LAYOUT, heat_map
+
+pytestmark = pytest.mark.filterwarnings("ignore:Step")
+RED, LINE = (220, 20, 20), (255, 112, 67)  # of the heat map; of TensorBoard's first run
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    """Two runs side by side, 12 looks each; the second loses a step."""
+    directory = tmp_path_factory.mktemp("logs")
+    for run in ("clean", "skips"):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)]
+        )
+        model.compile(kmp.scaled("adam", learning_rate=0.01), loss="mse")
+        x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
+        y = x[:, :1]
+        if run == "skips":
+            y = y.copy()
+            y[20] = np.inf
+        watch = kmp.callbacks.GradientHealth(directory / run, update_freq=2)
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[watch])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tensorboard(logs):
+    with tensorboard_server(logs, "false") as get:
+        yield get
+
+
+@pytest.mark.parametrize("run", ["clean", "skips"])
+def test_tensorboard_has_points_for_every_chart(tensorboard, run):
+    """What the browser asks for, asked directly."""
+    layout = tensorboard("custom_scalars/layout")
+    assert [category["title"] for category in layout["category"]] == list(LAYOUT)
+    charts = [chart for category in layout["category"] for chart in category["chart"]]
+    assert sorted(c["title"] for c in charts) == sorted(t for c in LAYOUT.values() for t in c)
+    for chart in charts:
+        tags = chart["multiline"]["tag"] if "multiline" in chart else []
+        for series in chart.get("margin", {}).get("series", []):
+            tags += [series["value"], series["lower"], series["upper"]]
+        for tag in tags:
+            query = urllib.parse.urlencode({"run": run, "tag": tag})
+            answer = tensorboard(f"custom_scalars/scalars?{query}")
+            series = list(answer["tag_to_events"].values())
+            assert series, f"{chart['title']}: nothing matches {tag}"
+            for points in series:
+                steps = set(range(2, 25, 2))
+                if "update_ratio" in tag and run == "skips":
+                    steps -= {6}  # the skipped one: nothing moved
+                assert [step for _, step, _ in points] == sorted(steps), chart["title"]
+
+
+def test_tensorboard_has_histograms_pictures_and_texts(tensorboard):
+    tags = tensorboard("timeseries/tags")
+    paths = [tag.partition("/")[2] for tag in tags["histograms"]["runTagInfo"]["skips"]]
+    assert len(paths) == 4
+    histogram = tensorboard(f"histograms/histograms?run=skips&tag=grad_exponent/{paths[0]}")
+    assert len(histogram) == 10  # the first ten looks
+    for _, step, bins in histogram:
+        assert (bins[0][0], bins[-1][1]) == (-28, 17)  # a fixed axis
+        assert step == 6 or sum(count for _, _, count in bins) > 0  # there all is NaN
+    images = tensorboard("images/tags")
+    assert set(images) == {"clean", "skips"} and set(images["skips"]) == {"heatmap/log10_grad_norm"}
+    table = tensorboard("text/text?run=skips&tag=mixed_precision/variables")[-1]["text"]
+    assert "<table>" in table and all(path in table for path in paths)
+    report = tensorboard("text/text?run=skips&tag=mixed_precision/report")
+    assert any("FORWARD-NAN" in look["text"] for look in report)
+
+
+def bands(mask, gap):
+    """How many groups of True there are, `gap` or more apart."""
+    places = np.flatnonzero(mask)
+    return 0 if not len(places) else 1 + int((np.diff(places) >= gap).sum())
+
+
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="no Chromium here: install it to see the page drawn"
+)
+def test_the_charts_are_drawn(tensorboard, tmp_path):
+    """The first run's colour appears in all three columns and all four rows of charts."""
+    picture = tmp_path / "page.png"
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-proxy-server"]
+    flags += ["--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}"]
+    flags += ["--hide-scrollbars", "--window-size=1500,1600", "--virtual-time-budget=20000"]
+    page = f"{tensorboard.address}#custom_scalars&_smoothingWeight=0"
+    subprocess.run(
+        ["chromium", *flags, f"--screenshot={picture}", page],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    pixels = np.asarray(Image.open(picture).convert("RGB")).astype(int)[70:, 380:]
+    drawn = (np.abs(pixels - LINE).max(axis=-1) < 12).astype(bool)
+    assert drawn.sum() > 1000
+    assert bands(drawn.any(axis=1), 60) >= 4
+    assert bands(drawn.any(axis=0), 25) >= 3
+
+
+def test_the_heat_map_is_red_where_a_variable_overflowed():
+    looks = [
+        (np.float32([1.0, 1e-3]), np.array([False, False])),
+        (np.float32([1.0, 0.0]), np.array([False, True])),
+    ]
+    png, size = heat_map(("a/kernel", "a/bias"), looks)
+    image = Image.open(io.BytesIO(png))
+    assert image.size == size and image.format == "PNG"
+    pixels = np.asarray(image)[6:30:12, -18::12]  # the middle of each cell
+    assert [[tuple(cell) == RED for cell in row] for row in pixels] == [
+        [False, False],
+        [False, True],
+    ]
+    assert pixels[0, 0].sum() > pixels[1, 0].sum()  # larger is lighter
+    assert tuple(pixels[0, 0]) == tuple(pixels[0, 1])
+
+
+def test_an_overflow_of_an_earlier_fit_is_not_red(tmp_path, monkeypatch):
+    looks = []
+
+    def draw(paths, seen):
+        looks.append(seen[-1][1])
+        return heat_map(paths, seen)
+
+    monkeypatch.setattr(dashboard, "heat_map", draw)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd"), loss="mse")
+    watch = kmp.callbacks.GradientHealth(tmp_path)
+    for target in (np.inf, 1.0):
+        model.fit(np.ones((4, 1)), np.full((4, 1), target), verbose=0, callbacks=[watch])
+    np.testing.assert_array_equal(looks, [[True, True], [False, False]])
+
+
+def test_a_heat_map_of_zeros_can_be_drawn():
+    png, size = heat_map(("a",), [(np.zeros(1, "float32"), np.zeros(1, bool))])
+    assert Image.open(io.BytesIO(png)).size == size

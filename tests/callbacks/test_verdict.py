@@ -1,0 +1,220 @@
+"""The verdict on planted runs of real `fit`, and where each limit lies."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import kmp
+from kmp.callbacks import verdict
+from kmp.callbacks.gradient_health import GradientHealth
+
+pytestmark = pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without")
+
+
+def loss_named(what):
+    """ "overflow" stays finite where its gradient, times any scale, does not."""
+
+    def overflowing(y, outputs):
+        return ops.where(ops.isfinite(outputs), outputs, 0.0)
+
+    return {"overflow": overflowing, "mse": "mse"}[what]
+
+
+def watched_run(
+    scale="dynamic", steps=120, bad=(), loss="mse", factor=1.0, policy="float32", **more
+):
+    """Train a small regression with NaN in the batches of the steps `bad`."""
+    keras.config.set_dtype_policy(policy)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, activation="relu", name="hidden"),
+            keras.layers.Dense(1, name="head", dtype="float32"),
+        ]
+    )
+    rate = more.pop("learning_rate", 0.01)
+    model.compile(kmp.scaled("sgd", scale, learning_rate=rate), loss_named(loss))
+    random = np.random.default_rng(0)
+    x = random.normal(size=(steps * 4, 4)).astype("float32")
+    y = x[:, :1] + 0.1 * random.normal(size=(steps * 4, 1)).astype("float32")
+    for step in bad:
+        # With a NaN in `x`, TensorFlow's relu hands on a zero, and the loss would be finite.
+        (y if loss == "mse" else x)[step * 4] = np.nan
+    watch = GradientHealth(update_freq=20, **more)
+    weights = np.full(len(x), factor, "float32")
+    model.fit(
+        x,
+        y,
+        sample_weight=None if factor == 1.0 else weights,
+        batch_size=4,
+        shuffle=False,
+        verbose=0,
+        callbacks=[watch],
+    )
+    return watch
+
+
+PLANTED = {
+    "HEALTHY": {},
+    "CALIBRATING": {"bad": range(6), "loss": "overflow", "steps": 20},
+    "UNDERFLOW": {"scale": 1.0, "factor": 1e-7, "policy": "mixed_float16"},
+    "UNSTABLE": {
+        "scale": kmp.DynamicLossScale(growth_interval=2000),
+        "bad": range(120, 240, 6),
+        "loss": "overflow",
+        "steps": 240,
+    },
+    "COLLAPSED": {
+        "scale": kmp.DynamicLossScale(4.0),
+        "bad": range(120),
+        "loss": "overflow",
+    },
+    "FORWARD-NAN": {"bad": range(120)},
+}
+
+
+@pytest.mark.parametrize("state", PLANTED)
+def test_planted_runs_are_recognised(state):
+    found = watched_run(**PLANTED[state]).verdict
+    assert found.state == state, str(found)
+    assert bool(found.blame) == (state in ("UNDERFLOW", "UNSTABLE", "COLLAPSED"))
+    assert bool(found.advice) == (state != "HEALTHY")
+    assert found.code == verdict.STATES.index(state)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"policy": "mixed_float16"},
+        {"policy": "mixed_bfloat16", "scale": "none"},
+        {"scale": "none", "factor": 1e-7},
+        {"bad": [3, 50], "loss": "overflow"},
+    ],
+    ids=["float16", "bfloat16", "small_but_float32", "two_overflows"],
+)
+def test_sound_runs_are_left_alone(arguments):
+    assert watched_run(**arguments).verdict.state == "HEALTHY"
+
+
+def test_blame_is_where_the_backward_pass_met_it():
+    """From there inf flows to all that stands before, float32 or not."""
+    half = keras.layers.Dense(4, dtype="mixed_float16")
+    head = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(1e6))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), half, head])
+    model.compile(kmp.scaled("sgd", 1.0), "mae")
+    watch = GradientHealth()
+    model.fit(np.ones((40, 4)), np.ones((40, 1)), batch_size=4, verbose=0, callbacks=[watch])
+    assert (watch.verdict.state, watch.verdict.blame) == ("COLLAPSED", half.bias.path)
+    assert watch.report.worst(1) == [half.bias.path]
+
+
+def test_a_loss_that_is_not_finite_leaves_the_scale_alone():
+    """On JAX too, where the optimizer is not told: the callback's train step sees the loss."""
+    watch = watched_run(bad=[0, 1, 2, 7], steps=20)
+    assert (watch.report.loss_scale, watch.report.skipped_steps) == (2.0**15, 4)
+    assert [event.loss_finite for event in watch.report.events] == [False] * 4
+    watch = watched_run(bad=[0, 1, 2, 7], steps=20, loss="overflow")
+    assert (watch.report.loss_scale, watch.report.skipped_steps) == (2.0**11, 4)
+    assert [event.loss_finite for event in watch.report.events] == [True] * 4
+
+
+def test_each_state_is_warned_of_once():
+    with pytest.warns(UserWarning) as caught:
+        watched_run(bad=range(120))
+    said = [str(w.message) for w in caught if "FORWARD-NAN" in str(w.message)]
+    assert len(said) == 1
+    assert "the loss was not finite in at least 16 of the last 20 steps" in said[0]
+
+
+def report(norms, zeros=(), details=None, loss_scale=1.0):
+    matrix = np.zeros((len(norms), 5), "float32")
+    matrix[:, 0] = matrix[:, 1] = norms
+    matrix[:, 2] = zeros or 0
+    paths = ("conv/kernel", "conv/bias")[: len(norms)]
+    return kmp.GradientReport(paths, matrix, loss_scale, 500, 0, 0, details=details)
+
+
+def judged(report, rule=None, **arguments):
+    layers = dict.fromkeys(report.paths, "conv")
+    limits = verdict.Limits(**arguments)
+    rule = rule or kmp.StaticLossScale(1.0)
+    return verdict.judge(report, None, None, rule, limits, float16=layers, update_ratios=[])
+
+
+def bins(exponent_counts):
+    row = np.zeros(50, "float32")
+    for exponent, count in exponent_counts.items():
+        row[3 + 29 + exponent] = count
+    return row
+
+
+def test_a_bias_before_batch_normalization_is_no_underflow():
+    """Its gradient is zero but for rounding: all of it is tiny, and none of it matters."""
+    details = np.stack([bins({-5: 100}), bins({-27: 8})])
+    assert judged(report([1.0, 1e-8], details=details)).state == "HEALTHY"
+    found = judged(report([1.0, 1e-2], details=details))
+    assert (found.state, found.blame) == ("UNDERFLOW", "conv/bias")
+
+
+@pytest.mark.parametrize(
+    "rest, layers, state",
+    [(0.0, 1, "HEALTHY"), (1.0, 1, "UNDERFLOW"), (0.0, 2, "UNDERFLOW")],
+    ids=["flat loss", "lost", "all in float16"],
+)
+def test_gradients_of_zero_that_nothing_has_lost(rest, layers, state):
+    """A float32 layer that has gradients of zero too tells a flat loss from a lost gradient."""
+    zeros = report([0.0, rest], zeros=[1, 1 - rest])
+    arguments = {"float16": dict.fromkeys(zeros.paths[:layers], "conv"), "update_ratios": []}
+    rule = kmp.StaticLossScale(1.0)
+    assert verdict.judge(zeros, None, None, rule, verdict.Limits(), **arguments).state == state
+
+
+def test_the_shares_are_computed_once_a_look(monkeypatch):
+    seen, share_below = [], kmp.GradientReport._share_below
+    monkeypatch.setattr(
+        kmp.GradientReport, "_share_below", lambda *a: seen.append(a) or share_below(*a)
+    )
+    judged(report([1.0, 1.0], details=np.stack([bins({-5: 1}), bins({-5: 1})])))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    "counts, arguments, state",
+    [
+        ({-5: 1000, -26: 1}, {}, "HEALTHY"),
+        ({-5: 998, -26: 2}, {}, "UNDERFLOW"),
+        ({-5: 998, -26: 2}, {"max_lost_share": 0.01}, "HEALTHY"),
+        ({-5: 95, -15: 5}, {}, "HEALTHY"),
+        ({-5: 94, -15: 6}, {}, "UNDERFLOW"),
+        ({-5: 94, -15: 6}, {"spare_bits": 20}, "HEALTHY"),
+        ({-5: 94, -14: 6}, {}, "HEALTHY"),
+    ],
+)
+def test_where_underflow_begins(counts, arguments, state):
+    assert judged(report([1.0], details=bins(counts)[None]), **arguments).state == state
+
+
+def test_the_advised_scale_fills_float16_but_for_a_bit():
+    details = np.stack([bins({-15: 1})])
+    found = judged(report([2.0**-4], details=details, loss_scale=8.0))
+    assert found.advice == 'Write loss_scale="dynamic", or loss_scale=2.0**18.'
+    rule = kmp.AmaxLossScale(headroom_bits=6)
+    found = judged(report([2.0**-4], details=details, loss_scale=8.0), rule)
+    assert found.advice == "Write kmp.AmaxLossScale(headroom_bits=1); it is 6 now."
+
+
+@pytest.mark.parametrize("name", ["max_lost_share", "spare_bits", "max_update_ratio"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), "much"])
+def test_limits_are_numbers(name, value):
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        GradientHealth(**{name: value})
+
+
+def test_updates_that_are_too_large():
+    arguments = {"float16": {}, "update_ratios": [-0.5] * 10}
+    rule, limits = kmp.DynamicLossScale(), verdict.Limits()
+    found = verdict.judge(report([1.0]), None, None, rule, limits, **arguments)
+    assert found.state == "UNSTABLE" and "0.32 of their norm" in found.reason
+    few = {**arguments, "update_ratios": [-0.5] * 9}
+    assert verdict.judge(report([1.0]), None, None, rule, limits, **few).state == "HEALTHY"

@@ -1,0 +1,304 @@
+"""What `python -m kmp bench` measures, and the forms in which it says so."""
+
+import json
+import math
+import os
+import sys
+import urllib.parse
+
+import keras
+import numpy as np
+import pytest
+from oracle import BACKEND
+from test_summaries import tensorboard_server
+
+import kmp.__main__
+from kmp._common import table
+from kmp.cli.bench import bench, bench_table, write_hparams
+from kmp.cli.building import build_under, load
+from kmp.cli.costs import spread
+from kmp.cli.printing import to_json
+
+POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
+
+
+def build():
+    """A regression; five samples, fewer than a batch."""
+    hidden = keras.layers.Dense(8, activation="relu")
+    model = keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
+    return model, x, x[:, :2]
+
+
+@pytest.fixture(scope="module")
+def said():
+    return []
+
+
+@pytest.fixture(scope="module")
+def results(said):
+    return bench(build, POLICIES, batch_size=8, steps=2, rounds=2, say=said.append)
+
+
+def test_each_policy_is_measured(results, said):
+    assert [each.policy for each in results] == POLICIES
+    assert {each.steps for each in results} == {1 + 3 * 2}  # the first, one warm round, two rounds
+    for each in results:
+        assert each.step_ms.low <= each.step_ms.median <= each.step_ms.high
+        assert each.step_ms.low > 0 and each.first_step_s > 0
+        assert each.skipped_steps == 0
+    assert results[0].speedup == (1.0, 1.0, 1.0)
+    for name in POLICIES:
+        assert any(line.startswith(name) for line in said)
+    assert said[-1] == "round 2 of 2"
+
+
+def test_the_outputs_are_compared_with_float32(results):
+    """One rounding keeps 74 dB in float16 and 56 dB in bfloat16; here are a few of them."""
+    full, half, brain = (each.output_sqnr for each in results)
+    assert full == math.inf
+    assert 50 < half < 80 and 30 < brain < 60 and brain < half
+
+
+def test_all_take_the_same_steps(results):
+    """From the same weights, over the same batches: the losses differ by rounding alone."""
+    losses = [each.final_loss for each in results]
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=0.05)
+    model, x, y = build_under(build, "float32", seed=0)
+    order = np.arange(16) % 5
+    for steps in (1, 2, 2, 2):
+        rows = order[: 8 * steps]
+        history = model.fit(x[rows], y[rows], batch_size=8, shuffle=False, verbose=0)
+    assert losses[0] == pytest.approx(history.history["loss"][-1], rel=1e-6)
+
+
+@pytest.mark.only("jax")
+def test_xla_counts_the_memory_of_the_step(results):
+    """Weights and Adam's two slots, updated in place, and room for a gradient or two."""
+    assert {each.memory.source for each in results} == {"XLA's analysis of the compiled step"}
+    model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(512)])
+    model.compile("adam", "mse")
+    x = np.zeros((1, 512), "float32")
+    model.fit(x, x, verbose=0)
+    weights = 4 * (512 * 512 + 512)
+    assert 3 * weights < kmp._backend.compiled_step_bytes(model, x, x) < 5 * weights
+
+
+@pytest.mark.only("tensorflow", "torch")
+def test_memory_that_nobody_knows_is_not_made_up(results):
+    if kmp._backend.platform() == "cpu":
+        assert {each.memory for each in results} == {
+            (None, "not available on this backend and device")
+        }
+
+
+def test_skipped_steps_are_counted():
+    def overflowing():
+        model, x, y = build()
+        model.optimizer = kmp.scaled("adam", loss_scale=kmp.DynamicLossScale(2.0**24))
+        return model, 1e4 * x, y
+
+    full, half = bench(overflowing, POLICIES[:2], batch_size=4, steps=1, rounds=2)
+    assert full.skipped_steps == 0 < half.skipped_steps <= half.steps
+
+
+def test_the_table_has_the_numbers(results):
+    header, *rows, memory = bench_table(results).splitlines()
+    assert header.split()[:3] == ["policy", "step", "ms"]
+    assert [row.split()[0] for row in rows] == POLICIES
+    assert all("0 of 7" in row for row in rows)
+    assert rows[0].count("-") == 1 + (results[0].memory.bytes is None)
+    assert memory.startswith("Memory: ")
+
+
+def test_tensorboard_compares_the_policies(results, tmp_path):
+    """What the tab HParams asks a real TensorBoard for, without TensorFlow."""
+    write_hparams(results, str(tmp_path), {"model": "mine", "batch_size": 8})
+    statuses = [f"STATUS_{x}" for x in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
+    request = json.dumps({"allowedStatuses": statuses, "sliceSize": 9})
+    with tensorboard_server(tmp_path, "false") as get:
+        groups = get(f"hparams/session_groups?request={urllib.parse.quote(request)}")
+    found = {group["hparams"]["policy"]: group for group in groups["sessionGroups"]}
+    assert sorted(found) == sorted(POLICIES)
+    for each in results:
+        group = found[each.policy]
+        assert group["hparams"] == {"policy": each.policy, "model": "mine", "batch_size": 8}
+        values = {x["name"]["tag"]: x.get("value", 0.0) for x in group["metricValues"]}
+        assert values["bench/step_ms"] == pytest.approx(each.step_ms.median)
+        assert values["bench/final_loss"] == pytest.approx(each.final_loss)
+        assert values["bench/skipped_steps"] == 0
+        assert ("bench/memory_mib" in values) == (each.memory.bytes is not None)
+        assert ("bench/output_sqnr_db" in values) == (each.policy != "float32")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"policies": ["mixed_float16"]}, r"`policies` must be .* float32 among them"),
+        ({"policies": ["float32", "float32"]}, "`policies` must be different"),
+        ({"batch_size": 0}, r"`batch_size` must be .*at least 1\. Received: batch_size=0"),
+        ({"steps": 1.5}, "`steps` must be a whole number"),
+        ({"rounds": 1}, "`rounds` must be a whole number of at least 2"),
+    ],
+    ids=["no float32", "twice", "batch_size", "steps", "rounds"],
+)
+def test_a_wrong_argument_says_what_to_write(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        bench(build, **{"policies": POLICIES, **arguments})
+
+
+def uncompiled():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), None, None
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: build()[0], "must return a tuple, a Keras model first.*Received: Sequential"),
+        (lambda: (1, 2, 3), "must return a tuple, a Keras model first"),
+        (lambda: build()[:2], r"must return \(model, x, y\)\. Received: a tuple of 2"),
+        (uncompiled, r"must be compiled.*Call model\.compile"),
+    ],
+    ids=["model alone", "no model", "no targets", "not compiled"],
+)
+def test_a_function_that_returns_something_else_is_told(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        bench(wrong, ["float32"])
+
+
+def test_a_policy_gets_the_weights_of_float32():
+    models = {p: build_under(build, p, seed=3)[0] for p in [*POLICIES, "float16"]}
+    for name, model in models.items():
+        for variable, weight in zip(model.weights, models["float32"].weights, strict=True):
+            rounded = keras.ops.cast(weight.value, variable.dtype)
+            assert np.array_equal(*map(keras.ops.convert_to_numpy, (variable.value, rounded)))
+        kind = type(model.optimizer).__name__
+        assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
+    assert {v.dtype for v in models["float16"].trainable_variables} == {"float16"}
+    assert models["mixed_float16"].layers[0].compute_dtype == "float16"
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_a_policy_that_the_function_sets_itself_does_not_stay():
+    def opinionated():
+        keras.config.set_dtype_policy("mixed_float16")
+        return build()
+
+    for policy in ("float32", "mixed_bfloat16"):
+        model, *_ = build_under(opinionated, policy, seed=0)
+        assert kmp.Policy(policy).compute_dtype == model.layers[0].compute_dtype
+        assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    model, *_ = build_under(opinionated, "mixed_float16", seed=0)
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)  # in place of Keras's own
+    assert keras.config.dtype_policy().name == "float32"
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("no_such_module:build", "cannot be imported: No module named"),
+        ("test_bench:no_such_function", "my_package.train:build"),
+        ("test_bench:POLICIES", "my_package.train:build"),
+        ("test_bench", "my_package.train:build"),
+    ],
+)
+def test_a_path_that_leads_nowhere(path, message):
+    with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+def test_json_has_no_words_that_it_lacks():
+    text = to_json({"a": (math.nan, math.inf, -math.inf, 1.5), "b": None})
+    assert json.loads(text) == {"a": ["NaN", "Infinity", "-Infinity", 1.5], "b": None}
+
+
+def test_a_table_is_aligned():
+    assert table([["name", "n"], ["a", "10"], ["long name", "1"]]).splitlines() == [
+        "name        n",
+        "a          10",
+        "long name   1",
+    ]
+
+
+def test_the_spread_is_the_quartiles():
+    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == (3.0, 2.0, 4.0)
+
+
+def command(monkeypatch, *arguments):
+    """The exit status of `python -m kmp` with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["kmp", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        kmp.__main__.main()
+    return ended.value.code
+
+
+@pytest.fixture
+def measured(monkeypatch, results):
+    """What the command asks for, in place of measuring once more."""
+    calls = []
+
+    def ask(*arguments, say, **options):
+        say("round 2 of 2")
+        calls.append((arguments, options))
+        return results
+
+    monkeypatch.setattr("kmp.cli.commands.bench", ask)
+    return calls
+
+
+def test_the_command_prints_where_it_measured(monkeypatch, capsys, measured):
+    assert command(monkeypatch, "bench", "--model", "test_bench:build") == 0
+    printed = capsys.readouterr()
+    assert f"; {BACKEND}; XLA: " in printed.out and f"keras {keras.__version__}" in printed.out
+    assert "test_bench:build, batches of 32, 10 interleaved rounds of 20 steps" in printed.out
+    assert "mixed_bfloat16" in printed.out
+    assert "bench test_bench:build: round 2 of 2" in printed.err
+    (((function, policies), options),) = measured
+    assert function is build and policies == POLICIES
+    assert options == {"batch_size": 32, "steps": 20, "rounds": 10}
+
+
+def test_the_command_writes_what_it_measured(monkeypatch, capsys, measured, tmp_path):
+    options = ["--policies", "float32", "mixed_bfloat16", "--batch-size", "4", "--steps", "1"]
+    options += ["--rounds", "2", "--json", "-", "--log-dir", str(tmp_path)]
+    assert command(monkeypatch, "bench", "--model", "cnn", *options) == 0
+    found = json.loads(capsys.readouterr().out)  # which holds nothing else
+    counts = {"batch_size": 4, "steps": 1, "rounds": 2}
+    assert found["settings"] == {"model": "cnn", **counts}
+    assert found["environment"]["backend"] == BACKEND
+    full, half, _ = found["results"]
+    assert full["output_sqnr"] == "Infinity" and half["output_sqnr"] > 50
+    assert set(half["step_ms"]) == set(half["speedup"]) == {"median", "low", "high"}
+    assert set(half["memory"]) == {"bytes", "source"}
+    (((_, policies), called),) = measured
+    assert policies == ["float32", "mixed_bfloat16"] and called == counts
+    assert sorted(os.listdir(tmp_path)) == sorted(POLICIES)
+
+
+OUTPUTS = {"mlp": (10,), "cnn": (10,), "transformer": (64, 256)}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_built_in_models(monkeypatch, capsys, measured, quick_weights, name):
+    assert command(monkeypatch, "bench", "--model", name) == 0
+    (((function, _), _),) = measured
+    model, x, y = function()
+    assert model.output_shape == (None, *OUTPUTS[name]) and len(x) == len(y)
+    assert model.compiled
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "resnet"], "my_package.train:build"),
+        (["--model", "no_such_module:build"], "No module named"),
+        (["--policies", "mixed_float8"], "float8"),
+        (["--steps", "0"], "a whole number of at least 1"),
+        (["--rounds", "1"], "a whole number of at least 2"),
+    ],
+    ids=["model", "module", "policy", "steps", "rounds"],
+)
+def test_a_wrong_option_is_answered_at_once(monkeypatch, capsys, arguments, message):
+    assert command(monkeypatch, "bench", *arguments) == 2
+    assert message in capsys.readouterr().err
