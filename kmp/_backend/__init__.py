@@ -1,6 +1,6 @@
 """What differs between backends: the only place that names tf, jax or torch.
 
-`plain` has what most of them share; each backend's files have the rest, and what is its own. The
+`default` has what most of them share; each backend's files have the rest, and what is its own. The
 rest of kmp calls them through this package and otherwise knows `keras.ops` alone.
 """
 
@@ -9,11 +9,9 @@ import keras
 from kmp._backend.default import (
     after,
     all_reduce_sum,
-    apply,
     are_finite,
     compiled,
     compiled_bytes,
-    compiled_for,
     compiled_step_bytes,
     fused_batch_norm,
     gradient_rows,
@@ -22,10 +20,10 @@ from kmp._backend.default import (
     inside_xla,
     map_gradient_values,
     multiply,
+    per_target,
     preserved,
     read,
     reduce_columns,
-    step_on_replicas,
     without_functions,
 )
 
@@ -33,8 +31,6 @@ if keras.backend.backend() == "tensorflow":
     from kmp._backend.tensorflow import (
         after,
         all_reduce_sum,
-        apply_if,
-        compiled_for,
         compute_if,
         device,
         device_memory,
@@ -46,12 +42,13 @@ if keras.backend.backend() == "tensorflow":
         matmul_float32,
         multiply,
         note_loss,
+        per_target,
         platform,
         reduce_columns,
         restore_after_skip,
+        run_step,
         verdict,
     )
-    from kmp._backend.tensorflow_distribute import step_on_replicas
     from kmp._backend.tensorflow_layers import custom_gradient, fused_batch_norm
     from kmp._backend.tensorflow_replay import (
         gradients,
@@ -65,7 +62,6 @@ elif keras.backend.backend() == "jax":
     from kmp._backend.jax import (
         after,
         compiled,
-        compiled_for,
         compute_if,
         custom_gradient,
         device,
@@ -80,7 +76,7 @@ elif keras.backend.backend() == "jax":
         restore_after_skip,
         verdict,
     )
-    from kmp._backend.jax_masked import apply, apply_if
+    from kmp._backend.jax_masked import run_step
     from kmp._backend.jax_replay import (
         compiled_bytes,
         compiled_step_bytes,
@@ -90,9 +86,9 @@ elif keras.backend.backend() == "jax":
         watch_gradient,
         without_functions,
     )
+    from kmp._backend.jax_target import per_target
 elif keras.backend.backend() == "torch":
     from kmp._backend.torch import (
-        apply_if,
         are_finite,
         compute_if,
         custom_gradient,
@@ -103,6 +99,7 @@ elif keras.backend.backend() == "torch":
         note_loss,
         platform,
         restore_after_skip,
+        run_step,
         verdict,
     )
     from kmp._backend.torch_replay import gradients, is_concrete, random_state, watch_gradient

@@ -9,6 +9,38 @@ from keras import ops
 from kmp._backend.types import Gradient, Tensor, Tree, Variable
 
 
+class OneReplica:
+    """How the parts of a step run where its gradients are already the sum over all devices.
+
+    Args:
+        update_if: the backend's way to update variables under a condition; see the method.
+    """
+
+    def __init__(self, update_if: Callable[[Tensor, Any, list[Gradient], list[Variable]], None]):
+        self._update_if = update_if
+
+    def on_each(self, function: Callable, *args: Any) -> Any:
+        """Call a function of gradients on each replica."""
+        return function(*args)
+
+    def local(self, gradients: list[Gradient]) -> list[Gradient]:
+        """The gradients of the first replica in this process."""
+        return gradients
+
+    def update_if(
+        self, keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+    ) -> None:
+        """Let a Keras optimizer update the variables on each replica, or leave all as it is.
+
+        Args:
+            keep: bool[], whether the update happens.
+            inner: the optimizer. Its own variables stay too unless `keep`.
+            gradients: what it is given; from `on_each`.
+            variables: the variables to update.
+        """
+        self._update_if(keep, inner, gradients, variables)
+
+
 def compiled(function: Callable) -> Callable:
     """`function` itself: its operations are there already."""
     return function
@@ -30,9 +62,19 @@ def preserved(variable: Variable) -> Callable[[], None]:
     return lambda: variable.assign(value)
 
 
-def compiled_for() -> str | None:
-    """None: XLA compiles nothing here."""
-    return None
+def per_target(
+    function: Callable[..., Sequence[Tensor]], shapes: Sequence[tuple[int, ...]], *tensors: Any
+) -> Sequence[Tensor]:
+    """Call `function` with the name of the target that it is compiled for, and with `tensors`.
+
+    Args:
+        function: takes "cpu", "gpu" or "tpu", or "host" where XLA compiles nothing, and the
+            tensors. All that it reads of the step must be among these. It may be called later,
+            when the step is lowered.
+        shapes: the shapes of the float32 tensors that it returns.
+        *tensors: handed to it.
+    """
+    return function("host", *tensors)
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
@@ -43,11 +85,6 @@ def all_reduce_sum(x: Tensor) -> Tensor:
 def after(finite: Tensor, sample: Tensor) -> Tensor:
     """`finite`: things happen in the order of the calls."""
     return finite
-
-
-def apply(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> None:
-    """Let a Keras optimizer update the variables."""
-    optimizer.apply(gradients, variables)
 
 
 @contextlib.contextmanager
@@ -68,8 +105,8 @@ def gradient_values(gradient: Gradient) -> Tensor:
 gradient_rows = gradient_values
 
 
-def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
-    """The numbers of a gradient at each so many places along each axis."""
+def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
+    """A strided slice of a gradient, one stride per axis."""
     if set(strides) <= {1}:
         return gradient  # without indexing, which takes its time to trace
     return gradient[tuple(slice(None, None, stride) for stride in strides)]
@@ -104,11 +141,6 @@ def are_finite(tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
 def multiply(gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
     """Each gradient, of float32 or wider, times a scalar."""
     return [ops.multiply(x, factor) for x in gradients]
-
-
-def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> bool:
-    """False: the gradients are the reduced ones, on JAX and under DistributedDataParallel."""
-    return False
 
 
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from kmp._backend import default as plain
+from kmp._backend import default
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
@@ -64,14 +64,14 @@ def _combine(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]
     return tuple(jnp.maximum(x, y) if i == 1 else x + y for i, (x, y) in pairs)
 
 
-def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
-    """The numbers of a gradient at each so many places along each axis.
+def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
+    """A strided slice of a gradient, one stride per axis.
 
-    Axis by axis on TPUs, for which XLA cannot compile a slice of bfloat16 with two strides. On GPUs
-    that would be a kernel an axis, and one for all variables otherwise.
+    XLA cannot compile a slice of bfloat16 with two strides for TPUs, so it is taken axis by axis
+    there. On GPUs that would be a kernel an axis, where one kernel serves all variables.
     """
-    if platform() != "tpu":
-        return plain.gradient_sample(gradient, strides)
+    if target != "tpu":
+        return default.gradient_sample(gradient, strides, target)
     for axis, stride in enumerate(strides):
         if stride > 1:
             x = jax.lax.slice_in_dim(gradient, 0, None, stride, axis)
@@ -148,9 +148,9 @@ def restore_after_skip(
                 fewer = jnp.minimum(state[2][steps], new_state[2][steps])
                 optimizer_state[steps] = jnp.where(hopeless, fewer, new_state[2][steps])
                 optimizer_state[scale] = jnp.where(hopeless, state[2][scale], new_state[2][scale])
-                if optimizer.gradient_health is None:
+                if optimizer.telemetry is None:
                     continue
-                events = place[id(optimizer.overflow_events)]
+                events = place[id(optimizer.telemetry.events)]
                 loss_finite = jnp.where(hopeless, 0.0, new_state[2][events][0, -1])
                 optimizer_state[events] = new_state[2][events].at[0, -1].set(loss_finite)
         return logs, (new_state[0], non_trainable, optimizer_state, metrics)
@@ -161,11 +161,6 @@ def restore_after_skip(
 def inside_xla() -> bool:
     """True: it compiles each operation that it does not trace."""
     return True
-
-
-def compiled_for() -> str | None:
-    """What XLA compiles for: "cpu", "gpu" or "tpu"."""
-    return platform()
 
 
 def platform() -> str:

@@ -10,8 +10,8 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 
-from kmp._backend import default as plain
-from kmp._backend.tensorflow_distribute import keep_old_values
+from kmp._backend import default
+from kmp._backend.tensorflow_distribute import step_on_replicas
 from kmp._backend.tensorflow_masked import masked_assignments
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
@@ -69,10 +69,10 @@ def gradient_rows(gradient: Gradient) -> Tensor:
     return tf.math.unsorted_segment_sum(values, tf.cumsum(new), tf.shape(new)[0])
 
 
-def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
-    """The numbers of a gradient at each so many places along each axis; zero where it has none."""
+def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
+    """A strided slice of a gradient, one stride per axis; zeros where a sparse one has no row."""
     if not isinstance(gradient, tf.IndexedSlices):
-        return plain.gradient_sample(gradient, strides)
+        return default.gradient_sample(gradient, strides, target)
     first, *others = strides
     sampled = gradient.indices % first == 0
     rows = tf.where(sampled, gradient.indices // first, -1)  # negative ones are left out
@@ -130,7 +130,7 @@ def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[
     one column XLA's CPU compiler splits into two, and writes the column for the first of them.
     """
     if not inside_xla():
-        return plain.reduce_columns(columns, axes)
+        return default.reduce_columns(columns, axes)
 
     @tf.function
     def combine(*both):
@@ -153,29 +153,35 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
     return tf.cond(pred, compute, lambda: otherwise)
 
 
-def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
-    """Run `update`, whose effects on `variables` hold only if `finite`.
+def update_if(
+    keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+) -> None:
+    """Let `inner` update the variables if `keep`.
 
-    Outside XLA a branch (a select would read and write every variable on its own). Inside XLA a
-    select in each assignment, since a conditional may stay one there and stalls the device; with
-    replicas a select after the update, since a branch could not reach the others.
+    Outside XLA that is a branch (a select would read and write every variable on its own). Inside
+    XLA it is a select in each assignment, since a conditional may stay one there and stalls the
+    device.
     """
-    replicated = tf.distribute.has_strategy()
-    if not (inside_xla() or replicated):
-
-        def branch():
-            update()
-            return finite
-
-        tf.cond(finite, branch, lambda: finite)
+    if inside_xla():
+        with masked_assignments(keep, variables + inner.variables):
+            inner.apply(gradients, variables)
         return
-    if not replicated:
-        with masked_assignments(finite, variables):
-            update()
-        return
-    before = [tf.identity(v.value) for v in variables]
-    update()
-    keep_old_values(finite, variables, before)
+
+    def branch():
+        inner.apply(gradients, variables)
+        return keep
+
+    tf.cond(keep, branch, lambda: keep)
+
+
+def run_step(
+    step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
+) -> None:
+    """Run a step once, or for all replicas of the `tf.distribute` strategy that is open."""
+    if tf.distribute.has_strategy():
+        step_on_replicas(step, gradients, variables)
+    else:
+        step(default.OneReplica(update_if), gradients, variables)
 
 
 def restore_after_skip(
@@ -205,13 +211,16 @@ def restore_after_skip(
     return step
 
 
-def compiled_for() -> str | None:
-    """The accelerator that XLA compiles for, "gpu" or "tpu"; None on CPUs and outside of XLA.
+def per_target(
+    function: Callable[..., Sequence[Tensor]], shapes: Sequence[tuple[int, ...]], *tensors: Any
+) -> Sequence[Tensor]:
+    """Call `function` with the accelerator that XLA compiles for, or "host"; see `kmp._backend`.
 
-    What "cpu" stands for, small gradients measured with the check, made the step of an MLP slower
-    here: 1.14 to 1.17 times plain Adam's, where it had been 0.99.
+    XLA on a CPU counts as "host": to measure small gradients with the check, as "cpu" stands for,
+    made the step of an MLP 1.14 to 1.17 times plain Adam's here, where it had been 0.99.
     """
-    return platform() if inside_xla() and platform() != "cpu" else None
+    compiles = inside_xla() and platform() != "cpu"
+    return function(platform() if compiles else "host", *tensors)
 
 
 def platform() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from keras import ops
 
+from kmp._backend import default
 from kmp._backend.types import Device, DeviceMemory, Tensor, Variable
 
 
@@ -86,10 +87,18 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
     return compute() if bool(pred) else otherwise
 
 
-def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
-    """Run `update` if `finite`, which `verdict` has brought to the host."""
-    if bool(finite):
-        update()
+def run_step(
+    step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]
+) -> None:
+    """Run a step once: DistributedDataParallel has summed the gradients."""
+    step(default.OneReplica(_update_if), gradients, variables)
+
+
+def _update_if(
+    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+) -> None:
+    if bool(keep):  # `verdict` has brought it to the host
+        inner.apply(gradients, variables)
 
 
 def restore_after_skip(

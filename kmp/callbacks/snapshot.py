@@ -34,7 +34,7 @@ def training_state(model: Any) -> list[Variable]:
     state = [*model.trainable_variables, *model.non_trainable_variables]
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return state + list(optimizer.variables)
-    window = getattr(optimizer, "_window", None)  # where accumulation stands goes with what it has
+    window = getattr(optimizer, "window", None)  # where accumulation stands goes with what it has
     return (
         state
         + list(optimizer.inner_optimizer.variables)

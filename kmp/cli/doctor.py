@@ -11,7 +11,7 @@ from keras import ops
 
 from kmp import __version__, _backend
 from kmp._backend.types import Device, DType
-from kmp.precision.casts import half_dtype
+from kmp.precision.trees import half_dtype
 
 _SIZE = 1024  # rows and columns of the matrices that are multiplied
 

@@ -22,7 +22,7 @@ from keras.src.backend.common import masking
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Tree
 from kmp._keras import path_of
-from kmp.precision.casts import is_float
+from kmp.precision.trees import is_float
 
 Batch: TypeAlias = tuple[Tree, Tree, Tree]  # x, y and sample_weight
 

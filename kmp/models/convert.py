@@ -9,8 +9,8 @@ import keras
 from kmp._keras import check_built, forget_functions, is_preprocessing, layers_of, path_of
 from kmp.models.heads import graph_of, output_layers, symbolic_outputs
 from kmp.models.policies import give_policy, remember_policies
-from kmp.precision.casts import half_dtype
 from kmp.precision.policy import Policy, get_policy
+from kmp.precision.trees import half_dtype
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 

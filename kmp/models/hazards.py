@@ -9,8 +9,8 @@ from kmp import _backend
 from kmp._keras import is_preprocessing, layers_of, path_of
 from kmp.layers import Float32OutputDense
 from kmp.models.heads import output_layers
-from kmp.precision.casts import HALF_DTYPES
 from kmp.precision.float_formats import formats
+from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.rules import NoOpLossScale
 
 _OURS = ("keras", "kmp")
