@@ -15,6 +15,7 @@ from kmp._backend.plain import (
     compiled_bytes,
     compiled_for,
     compiled_step_bytes,
+    from_host,
     fused_batch_norm,
     gradient_rows,
     gradient_sample,
@@ -26,7 +27,9 @@ from kmp._backend.plain import (
     read,
     reduce_columns,
     step_on_replicas,
+    to_host,
     without_functions,
+    writes_logs,
 )
 
 if keras.backend.backend() == "tensorflow":
@@ -51,7 +54,7 @@ if keras.backend.backend() == "tensorflow":
         restore_after_skip,
         verdict,
     )
-    from kmp._backend.tensorflow_distribute import step_on_replicas
+    from kmp._backend.tensorflow_distribute import step_on_replicas, writes_logs
     from kmp._backend.tensorflow_layers import custom_gradient, fused_batch_norm
     from kmp._backend.tensorflow_replay import (
         gradients,
@@ -70,6 +73,7 @@ elif keras.backend.backend() == "jax":
         custom_gradient,
         device,
         device_memory,
+        from_host,
         gradient_sample,
         inside_xla,
         matmul_float32,
@@ -78,7 +82,9 @@ elif keras.backend.backend() == "jax":
         read,
         reduce_columns,
         restore_after_skip,
+        to_host,
         verdict,
+        writes_logs,
     )
     from kmp._backend.jax_masked import apply, apply_if
     from kmp._backend.jax_replay import (
@@ -104,6 +110,7 @@ elif keras.backend.backend() == "torch":
         platform,
         restore_after_skip,
         verdict,
+        writes_logs,
     )
     from kmp._backend.torch_replay import gradients, is_concrete, random_state, watch_gradient
 else:
