@@ -13,6 +13,7 @@ from kmp._backend.default import (
     compiled,
     compiled_bytes,
     compiled_step_bytes,
+    from_host,
     fused_batch_norm,
     gradient_rows,
     gradient_sample,
@@ -24,7 +25,9 @@ from kmp._backend.default import (
     preserved,
     read,
     reduce_columns,
+    to_host,
     without_functions,
+    writes_logs,
 )
 
 if keras.backend.backend() == "tensorflow":
@@ -49,6 +52,7 @@ if keras.backend.backend() == "tensorflow":
         run_step,
         verdict,
     )
+    from kmp._backend.tensorflow_distribute import writes_logs
     from kmp._backend.tensorflow_layers import custom_gradient, fused_batch_norm
     from kmp._backend.tensorflow_replay import (
         gradients,
@@ -66,6 +70,7 @@ elif keras.backend.backend() == "jax":
         custom_gradient,
         device,
         device_memory,
+        from_host,
         gradient_sample,
         inside_xla,
         matmul_float32,
@@ -74,7 +79,9 @@ elif keras.backend.backend() == "jax":
         read,
         reduce_columns,
         restore_after_skip,
+        to_host,
         verdict,
+        writes_logs,
     )
     from kmp._backend.jax_masked import run_step
     from kmp._backend.jax_replay import (
@@ -101,6 +108,7 @@ elif keras.backend.backend() == "torch":
         restore_after_skip,
         run_step,
         verdict,
+        writes_logs,
     )
     from kmp._backend.torch_replay import gradients, is_concrete, random_state, watch_gradient
 else:

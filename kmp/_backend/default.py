@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from keras import ops
 
 from kmp._backend.types import Gradient, Tensor, Tree, Variable
@@ -75,6 +76,22 @@ def per_target(
         *tensors: handed to it.
     """
     return function("host", *tensors)
+
+
+def to_host(x: Tensor | Variable) -> Any:
+    """A copy of a tensor or variable on the host, for `from_host`."""
+    # A copy: the next step may write into the buffer that NumPy would look at.
+    return np.array(ops.convert_to_numpy(x))
+
+
+def from_host(variable: Variable, value: Any) -> None:
+    """Assign what `to_host` returned for this variable, or for a value of it."""
+    variable.assign(value)
+
+
+def writes_logs(model: Any) -> bool:
+    """True: nobody else writes for this model."""
+    return True
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:

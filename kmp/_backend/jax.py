@@ -1,10 +1,13 @@
 """The JAX side of `kmp._backend`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import keras
+import numpy as np
 from jax import numpy as jnp
+from keras import ops
 
 from kmp._backend import default
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
@@ -112,6 +115,46 @@ def read(model: Any, variables: list[Variable]) -> list[Tensor]:
     # What the model does not list, as a metric that its own `metrics` leaves out, the loop has not.
     live |= {id(v): v.value for v in variables if id(v) not in live}
     return [live[id(v)] for v in variables]
+
+
+class _Pieces(NamedTuple):
+    """What this process holds of an array that lies across processes, by place in the whole."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    by_place: dict[tuple, np.ndarray]
+
+
+def _place(index: Any) -> tuple:
+    return tuple((s.start, s.stop) for s in index)
+
+
+def to_host(x: Tensor | Variable) -> Any:
+    """A copy on the host; of an array across processes the pieces that this process holds."""
+    x = ops.convert_to_tensor(x)
+    if x.is_fully_addressable:
+        return default.to_host(x)
+    pieces = {_place(shard.index): shard.data for shard in x.addressable_shards}
+    by_place = {place: np.array(piece) for place, piece in pieces.items()}
+    return _Pieces(x.shape, x.sharding, by_place)
+
+
+def from_host(variable: Variable, value: Any) -> None:
+    """Assign what `to_host` returned for this variable, or for a value of it.
+
+    Pieces are assigned without asking the other processes. A whole array would be compared with
+    theirs, and JAX takes NaN for a difference.
+    """
+    if isinstance(value, _Pieces):
+        shape, sharding, by_place = value
+        value = jax.make_array_from_callback(shape, sharding, lambda i: by_place[_place(i)])
+    variable.assign(value)
+
+
+def writes_logs(model: Any) -> bool:
+    """Whether this process writes for all that train one model together: process 0 does."""
+    alone = keras.distribution.distribution() is None  # then each process has its own model
+    return alone or jax.process_index() == 0
 
 
 def restore_after_skip(

@@ -114,6 +114,12 @@ def merges_replicas() -> bool:
     return not tf.__internal__.distribute.strategy_supports_no_merge_call()
 
 
+def writes_logs(model: Any) -> bool:
+    """Whether this process writes for all workers of the model's strategy: their chief does."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return strategy is None or strategy.extended.should_save_summary
+
+
 def _keep_old_values(kept: Tensor, variables: list[Variable], old: list[Tensor]) -> None:
     """Write the old value back into each variable, on each replica, unless `kept`."""
 

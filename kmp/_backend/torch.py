@@ -70,10 +70,19 @@ def verdict(
     in one go, the one synchronisation of the step, as in PyTorch's own.
     """
     totals = torch.stack([number.to(torch.float32), loss_nonfinite])
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _with_other_processes():
         torch.distributed.all_reduce(totals, op=torch.distributed.ReduceOp.SUM)
     flags = torch.cat([totals == 0] if due is None else [totals == 0, due]).cpu()
     return flags[0], flags[1], None if due is None else flags[2:]
+
+
+def writes_logs(model: Any) -> bool:
+    """Whether this process writes for all of the default group: process 0 does."""
+    return not _with_other_processes() or torch.distributed.get_rank() == 0
+
+
+def _with_other_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def note_loss(variable: Variable, nonfinite: Tensor) -> None:
