@@ -5,10 +5,10 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
 from replicas import OVERFLOWS, Run, gradients, mirrored, no_merge_call
 
 import kmp
+from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
 
 pytestmark = pytest.mark.only("tensorflow")
 tf = pytest.importorskip("tensorflow")
