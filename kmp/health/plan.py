@@ -155,7 +155,7 @@ def look(
     """
     nonfinite, levels = _check(plan, parts, divide, scale)
     blamed = measure.blame(nonfinite)
-    finite, loss_finite, flags = _backend.verdict(blamed[0], loss_nonfinite, due)
+    finite, loss_finite, flags = _backend.flags(blamed[0], loss_nonfinite, due)
     largest = None
     if plan.max_abs:
         largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)

@@ -208,7 +208,7 @@ def test_a_step_takes_no_more_operators_for_more_variables(measures):
 def test_masked_assignments_keep_or_are_the_assignments(mode):
     import tensorflow as tf
 
-    from kmp._backend.tensorflow_masked import masked_assignments
+    from kmp._backend.tensorflow.masked import masked_assignments
 
     def change_if(variables, change, flag):
         with masked_assignments(flag, variables):

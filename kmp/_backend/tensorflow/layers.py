@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 from keras import ops
 
-from kmp._backend.tensorflow import inside_xla, platform
+from kmp._backend.tensorflow.core import inside_xla, platform
 from kmp._backend.types import Tensor
 
 _CUDNN_MIN_EPSILON = 1.001e-5  # cuDNN refuses 1e-5 and less

@@ -61,7 +61,7 @@ def _extremes_are_finite(pairs: Sequence[tuple[Tensor, bool]]) -> Tensor:
     return torch.cat(every).isfinite().reshape(2, -1).all(dim=0)
 
 
-def verdict(
+def flags(
     number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The flags that everybody acts on: whether int32[] is 0, whether float32[] is, ...
@@ -96,9 +96,7 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
     return compute() if bool(pred) else otherwise
 
 
-def run_step(
-    step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]
-) -> None:
+def run_step(step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]) -> None:
     """Run a step once: DistributedDataParallel has summed the gradients."""
     step(default.OneReplica(_update_if), gradients, variables)
 
@@ -106,7 +104,7 @@ def run_step(
 def _update_if(
     keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
 ) -> None:
-    if bool(keep):  # `verdict` has brought it to the host
+    if bool(keep):  # `flags` has brought it to the host
         inner.apply(gradients, variables)
 
 

@@ -41,9 +41,7 @@ class _MaskedScope(keras.StatelessScope):
             variable.assign(self.state_mapping[id(variable)])
 
 
-def run_step(
-    step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]
-) -> None:
+def run_step(step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]) -> None:
     """Run a step once: one program spans all devices."""
     step(default.OneReplica(_update_if), gradients, variables)
 

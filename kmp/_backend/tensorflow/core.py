@@ -11,8 +11,8 @@ from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 
 from kmp._backend import default
-from kmp._backend.tensorflow_distribute import step_on_replicas
-from kmp._backend.tensorflow_masked import masked_assignments
+from kmp._backend.tensorflow.distribute import step_on_replicas
+from kmp._backend.tensorflow.masked import masked_assignments
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
@@ -94,7 +94,7 @@ def multiply(gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient
     return [map_gradient_values(lambda x: ops.multiply(x, factor), g) for g in gradients]
 
 
-def verdict(
+def flags(
     number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The flags that everybody acts on: whether int32[] is 0, whether float32[] is, ...

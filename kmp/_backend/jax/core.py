@@ -23,7 +23,7 @@ def compiled(function: Callable) -> Callable:
     return jax.jit(function)
 
 
-def verdict(
+def flags(
     number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The flags that everybody acts on: whether int32[] is 0, whether float32[] is, ...
