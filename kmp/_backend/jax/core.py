@@ -14,48 +14,39 @@ from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
-    """`x @ kernel` of two half matrices, accumulated and returned in float32."""
     return jnp.matmul(x, kernel, preferred_element_type="float32")
 
 
 def compiled(function: Callable) -> Callable:
-    """`function` of tensors alone, as one program: JAX would compile each of its operations."""
+    # JAX would compile each of its operations.
     return jax.jit(function)
 
 
 def flags(
     number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The flags that everybody acts on: whether int32[] is 0, whether float32[] is, ...
-
-    The barrier keeps XLA from copying the reductions of all gradients into each of the masked
-    updates, with which the compile time would grow as the square of the number of variables. The
-    CPU compiler removes it too early, but copies no reduction of two results, as `number` is of.
-    """
+    # The barrier keeps XLA from copying the reductions of all gradients into each masked update,
+    # with which the compile time would grow as the square of the number of variables. The CPU
+    # compiler removes it too early, but does not copy a reduction of two results, which `number`
+    # comes from.
     finite = jax.lax.optimization_barrier(number) == 0
     return finite, loss_nonfinite == 0, due
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:
-    """`finite`, known only once `sample` is.
-
-    By a dot product, which XLA's CPU compiler copies into no update.
-    """
+    # By a dot product, which XLA's CPU compiler copies into no update.
     flags = jnp.stack([jnp.logical_not(finite), jnp.dot(sample, sample) < 0])
     flags = flags.astype("float32")
     return jax.lax.optimization_barrier(jnp.dot(flags, flags)) == 0
 
 
 def note_loss(variable: Variable, nonfinite: Tensor) -> None:
-    """Nothing: on JAX the loss is scaled inside the differentiated function, which is pure."""
+    """The loss is scaled inside the differentiated function, which is pure."""
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The maximum of the second column and the sums of the others, in one reduction of all.
-
-    Each gradient is then read once, and the columns as such are never in memory: a reduction of
-    one column XLA's CPU compiler splits into two, and writes the column for the first of them.
-    """
+    # XLA's CPU compiler splits a reduction of one column in two, and writes the column between
+    # them.
 
     zeros = tuple(jnp.zeros((), x.dtype) for x in columns)
     return tuple(jax.lax.reduce(columns, zeros, _combine, axes))
@@ -68,11 +59,8 @@ def _combine(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
-    """A strided slice of a gradient, one stride per axis.
-
-    XLA cannot compile a slice of bfloat16 with two strides for TPUs, so it is taken axis by axis
-    there. On GPUs that would be a kernel an axis, where one kernel serves all variables.
-    """
+    # XLA cannot compile a slice of bfloat16 with two strides for TPUs, so it is taken axis by axis
+    # there. On GPUs that would be a kernel an axis, where one kernel serves all variables.
     if target != "tpu":
         return default.gradient_sample(gradient, strides, target)
     for axis, stride in enumerate(strides):
@@ -83,20 +71,12 @@ def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> 
 
 
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-    """`compute()` if `pred`, else `otherwise`; neither writes anything."""
     if not isinstance(pred, jax.core.Tracer):
         return compute() if pred else otherwise
     return jax.lax.cond(pred, compute, lambda: otherwise)
 
 
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:
-    """The present values of variables of `model`, without writing all of its state back.
-
-    Args:
-        model: the `keras.Model` being trained. While `fit` runs its state lives in the loop, and
-            asking a variable would synchronise and re-collect every variable.
-        variables: variables of the model, its optimizer or its metrics.
-    """
     state = getattr(model, "_jax_state", None)
     if not state or model._jax_state_synced:
         return [v.value for v in variables]
@@ -202,17 +182,15 @@ def restore_after_skip(
 
 
 def inside_xla() -> bool:
-    """True: it compiles each operation that it does not trace."""
+    # JAX compiles each operation that it does not trace.
     return True
 
 
 def platform() -> str:
-    """Where the training runs: "cpu", "gpu" or "tpu"."""
     return jax.default_backend()
 
 
 def device() -> Device:
-    """The first device of this process."""
     first = jax.local_devices()[0]
     major, _, minor = str(getattr(first, "compute_capability", "")).partition(".")
     nvidia = major.isdigit() and minor.isdigit()  # AMD's are called gfx90a and the like
@@ -220,7 +198,7 @@ def device() -> Device:
 
 
 def device_memory() -> DeviceMemory | None:
-    """None: JAX cannot forget a peak; `compiled_step_bytes` asks XLA instead."""
+    # JAX cannot forget a peak; `compiled_step_bytes` asks XLA instead.
     return None
 
 
@@ -229,14 +207,6 @@ def custom_gradient(
     backward: Callable[..., Sequence[Tensor | None]],
     inputs: Sequence[Tensor],
 ) -> Sequence[Tensor]:
-    """`forward(*inputs)`, differentiated by `backward`.
-
-    Args:
-        forward: returns a tuple of tensors; all but the first are kept for the backward pass.
-        backward: from the inputs, what was kept and the gradients of all of the tensors, those of
-            the inputs: one each, or None.
-        inputs: tensors, kept for the backward pass.
-    """
 
     def run(*inputs):
         outputs = tuple(forward(*inputs))

@@ -42,7 +42,7 @@ class _MaskedScope(keras.StatelessScope):
 
 
 def run_step(step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]) -> None:
-    """Run a step once: one program spans all devices."""
+    # One program spans all devices.
     step(default.OneReplica(_update_if), gradients, variables)
 
 

@@ -21,7 +21,6 @@ _per_target.multiple_results = True
 def per_target(
     function: Callable[..., Sequence[Tensor]], shapes: Sequence[tuple[int, ...]], *tensors: Tensor
 ) -> Sequence[Tensor]:
-    """Call `function` with the kind of device that it is compiled for; see `kmp._backend`."""
     if not any(isinstance(x, jax.core.Tracer) for x in tensors):
         return function(jax.default_backend(), *tensors)
     tensors = tuple(map(jax.numpy.asarray, tensors))

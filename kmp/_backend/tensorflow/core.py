@@ -17,16 +17,12 @@ from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def inside_xla() -> bool:
-    """Tell at trace time whether XLA will compile what is being traced."""
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
-    """`x @ kernel` of two half matrices, accumulated and returned in float32.
-
-    Only XLA has such a product: elsewhere the operands are cast up, which gives the same numbers.
-    No gradient is registered for it; the caller brings its own.
-    """
+    # Only XLA has such a product. Elsewhere the operands are cast up, which gives the same numbers.
+    # No gradient is registered for it; the caller brings its own.
     if not inside_xla():
         return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
     rows_by_columns = DotDimensionNumbers(
@@ -44,21 +40,16 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
-    """The sum of `x` over the replicas of the surrounding `tf.distribute` strategy."""
     replica = tf.distribute.get_replica_context()
     return x if replica is None else replica.all_reduce(tf.distribute.ReduceOp.SUM, x)
 
 
 def gradient_values(gradient: Gradient) -> Tensor:
-    """The numbers of a gradient, dense or sparse."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def gradient_rows(gradient: Gradient) -> Tensor:
-    """The numbers of a gradient, with the rows of a sparse one that meet in the same index summed.
-
-    A batch that uses one embedding twice yields two slices for it; their sum is the gradient.
-    """
+    # A batch that uses one embedding twice yields two slices for it; their sum is the gradient.
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     order = tf.argsort(gradient.indices)
@@ -70,7 +61,6 @@ def gradient_rows(gradient: Gradient) -> Tensor:
 
 
 def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
-    """A strided slice of a gradient, one stride per axis; zeros where a sparse one has no row."""
     if not isinstance(gradient, tf.IndexedSlices):
         return default.gradient_sample(gradient, strides, target)
     first, *others = strides
@@ -82,7 +72,6 @@ def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> 
 
 
 def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient) -> Gradient:
-    """Apply an elementwise function to the numbers of a gradient; sparse stays sparse."""
     if isinstance(gradient, tf.IndexedSlices):
         values = function(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
@@ -90,45 +79,33 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
 
 
 def multiply(gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
-    """Each gradient, of float32 or wider, times a scalar; sparse stays sparse."""
     return [map_gradient_values(lambda x: ops.multiply(x, factor), g) for g in gradients]
 
 
 def flags(
     number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The flags that everybody acts on: whether int32[] is 0, whether float32[] is, ...
-
-    XLA would copy the reductions of all gradients into each of the selected updates; it does not
-    copy one of two results on CPUs, nor look through a barrier on accelerators.
-    """
+    # XLA would copy the reductions of all gradients into each of the selected updates. It does not
+    # copy one of two results on CPUs, nor look through a barrier on accelerators.
     if inside_xla():
         (number,) = gen_xla_ops.xla_optimization_barrier([number])
     return number == 0, loss_nonfinite == 0, due
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:
-    """`finite`, known only once `sample` is."""
     if not inside_xla():
         return finite
     return tf.logical_and(finite, tf.logical_not(tf.tensordot(sample, sample, 1) < 0))
 
 
 def note_loss(variable: Variable, nonfinite: Tensor) -> None:
-    """Remember until the next step that a loss was not finite.
-
-    Not under a `tf.distribute` strategy, whose replicas have a loss each.
-    """
     if not tf.distribute.has_strategy():
         variable.assign(tf.maximum(variable.value, tf.cast(nonfinite, "float32")))
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The maximum of the second column and the sums of the others; inside XLA in one reduction.
-
-    Each gradient is then read once, and the columns as such are never in memory: a reduction of
-    one column XLA's CPU compiler splits into two, and writes the column for the first of them.
-    """
+    # XLA's CPU compiler splits a reduction of one column in two, and writes the column between
+    # them.
     if not inside_xla():
         return default.reduce_columns(columns, axes)
 
@@ -149,7 +126,6 @@ def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[
 
 
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-    """`compute()` if `pred`, else `otherwise`; neither writes anything."""
     return tf.cond(pred, compute, lambda: otherwise)
 
 
@@ -177,7 +153,6 @@ def update_if(
 def run_step(
     step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
 ) -> None:
-    """Run a step once, or for all replicas of the `tf.distribute` strategy that is open."""
     if tf.distribute.has_strategy():
         step_on_replicas(step, gradients, variables)
     else:
@@ -187,10 +162,7 @@ def run_step(
 def restore_after_skip(
     model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
 ) -> Callable:
-    """Wrap Keras's train step: a skipped one leaves `undone_of(model)` as it was.
-
-    Not under a `tf.distribute` strategy.
-    """
+    # Not under a `tf.distribute` strategy: each replica's statistics are Keras's to reduce.
 
     def step(data):
         if tf.distribute.has_strategy():
@@ -214,24 +186,19 @@ def restore_after_skip(
 def per_target(
     function: Callable[..., Sequence[Tensor]], shapes: Sequence[tuple[int, ...]], *tensors: Any
 ) -> Sequence[Tensor]:
-    """Call `function` with the accelerator that XLA compiles for, or "host"; see `kmp._backend`.
-
-    XLA on a CPU counts as "host": to measure small gradients with the check, as "cpu" stands for,
-    made the step of an MLP 1.14 to 1.17 times plain Adam's here, where it had been 0.99.
-    """
+    # XLA on a CPU counts as "host": to measure small gradients with the check, as "cpu" stands for,
+    # made the step of an MLP 1.14 to 1.17 times plain Adam's here, where it had been 0.99.
     compiles = inside_xla() and platform() != "cpu"
     return function(platform() if compiles else "host", *tensors)
 
 
 def platform() -> str:
-    """Where the training runs: "cpu", "gpu" or "tpu"."""
     if isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy):
         return "tpu"
     return "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
 
 
 def device() -> Device:
-    """The first device of this process."""
     if platform() != "gpu":
         return Device(platform(), platform().upper(), None)
     gpu = tf.config.list_physical_devices("GPU")[0]
@@ -240,7 +207,6 @@ def device() -> Device:
 
 
 def device_memory() -> DeviceMemory | None:
-    """What the first device's tensors take; begins a new peak. None on CPUs, which do not count."""
     if platform() != "gpu":
         return None
     memory = tf.config.experimental.get_memory_info("GPU:0")

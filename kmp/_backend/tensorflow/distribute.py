@@ -115,7 +115,7 @@ def merges_replicas() -> bool:
 
 
 def writes_logs(model: Any) -> bool:
-    """Whether this process writes for all workers of the model's strategy: their chief does."""
+    # The chief writes for all workers of the model's strategy.
     strategy = getattr(model, "distribute_strategy", None)
     return strategy is None or strategy.extended.should_save_summary
 
