@@ -1,6 +1,7 @@
 """What most backends have in common; each backend's own files replace what differs."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -88,14 +89,26 @@ def after(finite: Tensor, sample: Tensor) -> Tensor:
     return finite
 
 
+# Held while a method of a shared optimizer or variable is replaced: threads may trace at once.
+replacing = threading.RLock()
+
+
 @contextlib.contextmanager
 def applying_by(optimizer: Any, apply_gradients: Callable[..., None]) -> Iterator[None]:
     """Within, a Keras optimizer's `apply` calls this with gradients and variables to update by."""
-    optimizer._backend_apply_gradients = apply_gradients
-    try:
-        yield
-    finally:
-        del optimizer._backend_apply_gradients
+    with replacing:
+        optimizer._backend_apply_gradients = apply_gradients
+        try:
+            yield
+        finally:
+            del optimizer._backend_apply_gradients
+
+
+def update(optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
+    """What a Keras optimizer does with gradients once they are accumulated."""
+    clipped = optimizer._clip_gradients(list(gradients))
+    optimizer._apply_weight_decay(variables)
+    optimizer._backend_update_step(clipped, variables, optimizer.learning_rate)
 
 
 def gradient_values(gradient: Gradient) -> Tensor:

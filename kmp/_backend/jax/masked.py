@@ -74,8 +74,6 @@ def _accumulate(optimizer: Any, gradients: Sequence[Tensor], variables: Sequence
     accumulators = [optimizer._accumulated_gradients[i] for i in places]
     sums = [g + a.value for g, a in zip(gradients, accumulators, strict=True)]
     with _MaskedScope(is_last):
-        means = optimizer._clip_gradients([x / steps for x in sums])
-        optimizer._apply_weight_decay(variables)
-        optimizer._backend_update_step(means, variables, optimizer.learning_rate)
+        default.update(optimizer, [x / steps for x in sums], variables)
     for accumulator, value in zip(accumulators, sums, strict=True):
         accumulator.assign(jnp.where(is_last, 0, value))

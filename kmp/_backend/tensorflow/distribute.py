@@ -184,9 +184,7 @@ def _apply_gradients(inner: Any, window_ends: bool, grads: Any, variables: Any) 
             steps = inner.gradient_accumulation_steps
             grads = [(g + a) / steps for g, a in zip(grads, accumulators, strict=True)]
     if window_ends:
-        grads = inner._clip_gradients(grads)
-        inner._apply_weight_decay(variables)
-        inner._backend_update_step(grads, variables, inner.learning_rate)
+        default.update(inner, grads, variables)
         if inner.gradient_accumulation_steps:
             inner._backend_reset_gradient_accumulators()
     if inner.use_ema:
