@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import keras
 
-from kmp._keras import check_built
+from kmp._keras import check_model
 from kmp.models.hazards import HAZARDS
 
 
@@ -89,7 +89,7 @@ def audit(model: keras.Model) -> AuditReport:
 
     Source: defects measured in Keras 3.15.1; Micikevicius et al. 2018 for losses and softmax.
     """
-    check_built(model)
+    check_model(model, "audit")
     found = [
         Finding(path, kind, problem, advice)
         for kind, look in HAZARDS.items()

@@ -1,75 +1,36 @@
 """An existing model in mixed precision: same object, same weights, other dtypes."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
-from kmp._keras import check_built, forget_functions, is_preprocessing, layers_of, path_of
-from kmp.models.heads import graph_of, output_layers, symbolic_outputs
-from kmp.models.policies import give_policy, remember_policies
+from kmp._keras import (
+    check_model,
+    forget_functions,
+    give_policy,
+    is_graph,
+    is_preprocessing,
+    layers_of,
+    own_weights,
+    parts_of,
+    path_of,
+    replace_optimizer,
+    symbolic_outputs,
+)
+from kmp.models.heads import output_layers
+from kmp.models.policies import remember_policies
+from kmp.models.report import ConversionReport, LayerConversion, policy_word
 from kmp.precision.casts import half_dtype
 from kmp.precision.policy import Policy, get_policy
 from kmp.scaling.optimizer import LossScaleOptimizer
-
-
-class LayerConversion(NamedTuple):
-    """What became of one layer.
-
-    Attributes:
-        path: str, `layer.path`, or the name where Keras gives none.
-        layer: str, the name of its class.
-        before: str, the policy that it had.
-        after: str, the policy that it has.
-        reason: str, why it was left in full precision; empty if it was converted.
-    """
-
-    path: str
-    layer: str
-    before: str
-    after: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class ConversionReport:
-    """What `kmp.to_mixed_precision` did, one row a layer; `print` shows a table.
-
-    Attributes:
-        rows: tuple of `LayerConversion`, outer layers before inner ones.
-        optimizer: str, what became of the optimizer; empty if it was left alone.
-    """
-
-    rows: tuple[LayerConversion, ...]
-    optimizer: str = ""
-
-    @property
-    def converted(self) -> tuple[str, ...]:
-        """The paths of the layers that took the policy."""
-        return tuple(row.path for row in self.rows if not row.reason)
-
-    @property
-    def kept(self) -> dict[str, str]:
-        """The paths of the others, each with the reason."""
-        return {row.path: row.reason for row in self.rows if row.reason}
-
-    def __str__(self) -> str:
-        header = LayerConversion("layer", "class", "before", "after", "left alone because")
-        cells = [header, *self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(4)]
-        lines = [
-            "  ".join([*(x.ljust(w) for x, w in zip(row, widths, strict=False)), row[4]]).rstrip()
-            for row in cells
-        ]
-        return "\n".join([*lines, *filter(None, [self.optimizer])])
 
 
 def to_mixed_precision(
     model: keras.Model,
     policy: Any = None,
     filter_fn: Callable[[keras.Layer, str], bool] | None = None,
-) -> tuple[keras.Model, ConversionReport]:
+) -> ConversionReport:
     """Let the layers of a built model compute in half precision; its weights stay as they are.
 
     The model is converted in place, wrappers, RNN cells and nested models included. These layers
@@ -98,7 +59,7 @@ def to_mixed_precision(
             float32.
 
     Returns:
-        The same model, and a `ConversionReport`.
+        `ConversionReport`, one row a layer; the model is the same object.
 
     Raises:
         TypeError: if `model` is no Keras model.
@@ -108,7 +69,7 @@ def to_mixed_precision(
     Example:
 
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
-    >>> model, report = to_mixed_precision(model, "mixed_bfloat16")
+    >>> report = to_mixed_precision(model, "mixed_bfloat16")
     >>> [layer.compute_dtype for layer in model.layers]
     ['bfloat16', 'float32']
     >>> list(report.kept.values())
@@ -124,7 +85,7 @@ def to_mixed_precision(
     policy = get_policy(f"mixed_{half_dtype()}" if policy is None else policy)
     _check(model, policy)
     plan = _plan(model, policy, filters)
-    before = [(layer, layer._dtype_policy) for layer in layers_of(model)]
+    before = [(layer, layer.dtype_policy) for layer in layers_of(model)]
     callable_before = symbolic_outputs(model) is not None
     try:
         for layer, new, _ in plan:
@@ -137,7 +98,7 @@ def to_mixed_precision(
             )
     except Exception:
         for layer, old in before:
-            layer._dtype_policy = old
+            give_policy(layer, old)
         raise
     forget_functions(model)
     remember_policies(model)
@@ -152,11 +113,11 @@ def to_mixed_precision(
         )
         for layer, new, why in plan
     ]
-    return model, ConversionReport(tuple(rows), _scale_losses(model, policy))
+    return ConversionReport(tuple(rows), _scale_losses(model, policy))
 
 
 def _check(model: Any, policy: Policy) -> None:
-    check_built(model)
+    check_model(model, "to_mixed_precision")
     quantized = [path_of(x) for x in layers_of(model) if x.quantization_mode is not None]
     if quantized:
         raise ValueError(
@@ -165,7 +126,7 @@ def _check(model: Any, policy: Policy) -> None:
             "before model.quantize(...)."
         )
     for layer in layers_of(model):
-        wrong = layer._trainable_variables and layer.variable_dtype != policy.param_dtype
+        wrong = own_weights(layer) and layer.variable_dtype != policy.param_dtype
         if wrong and keras.backend.is_float_dtype(layer.variable_dtype):
             raise ValueError(
                 f"The weights stay as they are, in {layer.variable_dtype} in {path_of(layer)!r}. "
@@ -201,7 +162,7 @@ def _plan(
 
     def visit(layer, kept_with=None):
         path = path_of(layer)
-        inner = layer._flatten_layers(include_self=False, recursive=False)
+        inner = parts_of(layer)
         new, reason = keep, ""
         if id(layer) in plan:
             return
@@ -221,7 +182,7 @@ def _plan(
             new, reason = outputs, "output layer"
         elif layer.activity_regularizer is not None:
             reason = "activity regularizer"
-        elif any(map(is_preprocessing, inner)) and graph_of(layer) is None:
+        elif any(map(is_preprocessing, inner)) and not is_graph(layer):
             reason = "hands raw inputs to preprocessing layers"
         else:
             new = policy
@@ -234,11 +195,6 @@ def _plan(
     return list(plan.values())
 
 
-def policy_word(policy: keras.DTypePolicy) -> str:
-    """What a report calls a policy."""
-    return str(policy) if isinstance(policy, Policy) else policy.name
-
-
 def _scale_losses(model: Any, policy: Policy) -> str:
     """Wrap the optimizer of a compiled model where float16 needs it; say so."""
     optimizer = getattr(model, "optimizer", None)
@@ -247,9 +203,8 @@ def _scale_losses(model: Any, policy: Policy) -> str:
         return ""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
         return ""
-    model.optimizer = LossScaleOptimizer(optimizer)
+    scaled = LossScaleOptimizer(optimizer)
     if optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    if hasattr(model, "_compile_config"):  # what a saved file will compile the model with
-        model._compile_config.config["optimizer"] = model.optimizer
+        scaled.build(model.trainable_variables)
+    replace_optimizer(model, scaled)
     return f"{type(optimizer).__name__} was wrapped in kmp.LossScaleOptimizer, with its state."

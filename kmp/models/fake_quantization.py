@@ -7,6 +7,7 @@ from keras import ops
 
 from kmp._backend.types import Tensor
 from kmp._common import number, whole_number
+from kmp._keras import without_autocast
 from kmp.models.convolution import add_bias_and_activate, convolve
 from kmp.models.range_quantizer import checked_bits, levels_of
 
@@ -90,8 +91,8 @@ class FakeQuantized(keras.Layer):
 
     def rounded_kernel(self) -> Tensor:
         """The kernel as int8 inference will have it, in the layer's compute dtype."""
-        with keras.src.backend.AutocastScope(None):  # the float32 kernel is what will be quantized
-            kernel = self._kernel.value  # on TensorFlow a conversion would leave the cast for later
+        with without_autocast():  # the float32 kernel is what will be quantized
+            kernel = self.kernel.value  # on TensorFlow a conversion would leave the cast for later
         levels = levels_of(self.weight_bits)
         # Not fake_quant_with_min_max_vars: the largest weight of a channel is at the very end of
         # its range, and where the end is rounded to below it, it would get no gradient.

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from kmp import _backend
-from kmp._keras import is_preprocessing, layers_of, path_of
+from kmp._keras import compile_arguments, is_preprocessing, layers_of, path_of
 from kmp.layers import Float32OutputDense
 from kmp.models.heads import output_layers
 from kmp.precision.casts import HALF_DTYPES
@@ -90,7 +90,7 @@ def _half_loss(model: Any) -> Hazards:
 
 
 def _half_metric(model: Any) -> Hazards:
-    config = getattr(getattr(model, "_compile_config", None), "config", {})
+    config = compile_arguments(model)
     metrics = keras.tree.flatten([config.get("metrics"), config.get("weighted_metrics")])
     exact = ("acc", "accuracy")  # counts, which no dtype changes
     names = [_name(x) for x in metrics if x is not None and _name(x) not in exact]
@@ -195,7 +195,7 @@ def _tensor_cores(model: Any) -> Hazards:
 
 def _lost_on_reload(model: Any) -> Hazards:
     optimizer = getattr(model, "optimizer", None)
-    saved = getattr(getattr(model, "_compile_config", None), "config", {}).get("optimizer")
+    saved = compile_arguments(model).get("optimizer")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(
         saved, keras.optimizers.LossScaleOptimizer
     ):

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from kmp._keras import mark_quantized
 from kmp.models.convolution import add_bias_and_activate, along_channels, convolve
 
 
@@ -37,7 +38,7 @@ class Int8Convolution(keras.Layer):
         self.kernel_scale = self.add_weight(
             name="kernel_scale", shape=(self.filters,), initializer="ones", trainable=False
         )
-        self._is_quantized = True  # Keras's mark, so that quantize() refuses
+        mark_quantized(self)
 
     def add_weight(self, *args, name=None, **kwargs):
         if name == "kernel":
@@ -47,7 +48,7 @@ class Int8Convolution(keras.Layer):
 
     def call(self, inputs):
         integers, inputs_scale = self.quantization_config.activation_quantizer(inputs)
-        kernel = ops.cast(self._kernel, "float32")
+        kernel = ops.cast(self.kernel, "float32")
         x = convolve(self, ops.cast(integers, "float32"), kernel)
         x = x / along_channels(self, ops.multiply(self.kernel_scale, inputs_scale))
         return add_bias_and_activate(self, x)

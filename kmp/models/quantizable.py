@@ -5,9 +5,8 @@ from typing import Any
 
 import keras
 
-from kmp._keras import path_of
+from kmp._keras import own_weights, parts_of, path_of, symbolic_outputs, takes_training
 from kmp.models.fake_quantization import FakeQuantized
-from kmp.models.heads import symbolic_outputs
 from kmp.models.quantized import PREPARED
 
 
@@ -21,9 +20,9 @@ def plan_for(model: Any, filter_fn: Callable | None) -> list[tuple[Any, str]]:
         path = path_of(layer)
         if not outside and filter_fn is not None and not filter_fn(layer, path):
             outside = "excluded by filter_fn"
-        if layer._trainable_variables or isinstance(layer, FakeQuantized):
+        if own_weights(layer) or isinstance(layer, FakeQuantized):
             plan[id(layer)] = (layer, outside or _unfit(layer))
-        for each in layer._flatten_layers(include_self=False, recursive=False):
+        for each in parts_of(layer):
             visit(each, outside)
 
     visit(model)
@@ -40,8 +39,8 @@ def _unfit(layer: Any) -> str:
         return "no Dense, Conv1D, Conv2D or Conv3D"
     if layer.lora_enabled:
         return "LoRA"
-    if layer._kernel.dtype != "float32":
-        return f"weights in {layer._kernel.dtype}"
+    if layer.kernel.dtype != "float32":
+        return f"weights in {layer.kernel.dtype}"
     return ""
 
 
@@ -60,7 +59,7 @@ def not_told_to_train(model: Any, layers: list[Any]) -> list[Any]:
 
     # Keras's trainer on JAX goes around __call__, which would tell the layers by itself.
     call = model.call if keras.backend.backend() == "jax" else model
-    arguments = {"training": True} if model._call_has_training_arg else {}
+    arguments = {"training": True} if takes_training(model) else {}
     FakeQuantized.rounded_inputs = rounded_inputs  # type: ignore[method-assign]
     try:
         symbolic_outputs(model, lambda *inputs: call(*inputs, **arguments))

@@ -5,12 +5,13 @@ from typing import Any
 
 import keras
 
-from kmp._keras import check_built, forget_functions, layers_of, path_of
-from kmp.models.convert import ConversionReport, LayerConversion, policy_word, to_mixed_precision
+from kmp._keras import check_model, forget_functions, layers_of, path_of
+from kmp.models.convert import to_mixed_precision
 from kmp.models.fake_quantization import FakeQuantized, FakeQuantizedDense
 from kmp.models.policies import remember_policies
 from kmp.models.quantizable import not_told_to_train, plan_for
 from kmp.models.quantized import PREPARED, is_unseen, prepare, quantize, undo
+from kmp.models.report import ConversionReport, LayerConversion, policy_word
 
 
 def quantize_aware(
@@ -21,7 +22,7 @@ def quantize_aware(
     momentum: float = 0.99,
     freeze_after: int | None = None,
     filter_fn: Callable[[keras.Layer, str], bool] | None = None,
-) -> tuple[keras.Model, ConversionReport]:
+) -> ConversionReport:
     """Let the layers of a built model train with the rounding that int8 inference will do.
 
     `Dense`, `Conv1D`, `Conv2D` and `Conv3D` layers are converted in place, those in nested models
@@ -57,7 +58,7 @@ def quantize_aware(
             that is inside, are left alone.
 
     Returns:
-        The same model, and a `ConversionReport` of the layers that have weights.
+        `ConversionReport` of the layers that have weights; the model is the same object.
 
     Raises:
         TypeError: if `model` is no Keras model.
@@ -67,12 +68,12 @@ def quantize_aware(
     Example:
 
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
-    >>> model, report = quantize_aware(model, freeze_after=100)
+    >>> report = quantize_aware(model, freeze_after=100)
     >>> model.compile(kmp.scaled("sgd"), "mse")
     >>> history = model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0)
     >>> float(model.layers[0].input_range)
     1.0
-    >>> model, report = to_int8(model)
+    >>> report = to_int8(model)
     >>> model.layers[0].kernel.dtype
     'int8'
 
@@ -86,7 +87,7 @@ def quantize_aware(
         "freeze_after": freeze_after,
     }
     FakeQuantizedDense(1, **settings)  # says what is wrong with them
-    check_built(model)
+    check_model(model, "quantize_aware")
     plan = plan_for(model, filter_fn)
     if all(reason for _, reason in plan):
         raise ValueError(
@@ -113,7 +114,7 @@ def quantize_aware(
     ]
     forget_functions(model)
     remember_policies(model)
-    return model, ConversionReport(tuple(rows))
+    return ConversionReport(tuple(rows))
 
 
 def freeze_observers(model: keras.Model) -> None:
@@ -131,18 +132,18 @@ def freeze_observers(model: keras.Model) -> None:
     Example:
 
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    >>> model, _ = quantize_aware(model)
+    >>> report = quantize_aware(model)
     >>> outputs = model(np.ones((1, 3)), training=True)
     >>> freeze_observers(model)
     >>> outputs = model(np.full((1, 3), 9.0), training=True)
     >>> float(model.layers[0].input_range)
     1.0
     """
-    for layer in _prepared(model):
+    for layer in _prepared(model, "freeze_observers"):
         layer.freeze_at.assign(0)
 
 
-def to_int8(model: keras.Model) -> tuple[keras.Model, ConversionReport]:
+def to_int8(model: keras.Model) -> ConversionReport:
     """Turn a model that trained after `kmp.quantize_aware` into int8, for inference.
 
     The kernels become int8 variables with a float32 scale for each output channel, and inputs are
@@ -164,7 +165,7 @@ def to_int8(model: keras.Model) -> tuple[keras.Model, ConversionReport]:
         model: `keras.Model` that `kmp.quantize_aware` has prepared and that has trained since.
 
     Returns:
-        The same model, and a `ConversionReport` of the quantized layers.
+        `ConversionReport` of the quantized layers; the model is the same object.
 
     Raises:
         ValueError: if it is not prepared, or one of its layers has not seen a training batch yet.
@@ -173,13 +174,13 @@ def to_int8(model: keras.Model) -> tuple[keras.Model, ConversionReport]:
     Example: see `kmp.quantize_aware`.
 
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    >>> model, _ = quantize_aware(model)
+    >>> report = quantize_aware(model)
     >>> outputs = model(np.ones((1, 3)), training=True)
-    >>> model, report = to_int8(model)
+    >>> report = to_int8(model)
     >>> print(report.rows[0].after)
     int8_from_float32
     """
-    layers = _prepared(model)
+    layers = _prepared(model, "to_int8")
     unseen = [path_of(layer) for layer in layers if is_unseen(layer)]
     if unseen:
         raise ValueError(
@@ -197,7 +198,7 @@ def to_int8(model: keras.Model) -> tuple[keras.Model, ConversionReport]:
         LayerConversion(path_of(layer), type(layer).__name__, word, layer.dtype_policy.name, "")
         for layer, word in zip(layers, before, strict=True)
     ]
-    return model, ConversionReport(tuple(rows))
+    return ConversionReport(tuple(rows))
 
 
 def _renew_optimizer(model: Any) -> None:
@@ -209,8 +210,8 @@ def _renew_optimizer(model: Any) -> None:
     model.optimizer.build(model.trainable_variables)
 
 
-def _prepared(model: Any) -> list[Any]:
-    check_built(model)
+def _prepared(model: Any, owner: str) -> list[Any]:
+    check_model(model, owner)
     found = [layer for layer in layers_of(model) if isinstance(layer, FakeQuantized)]
     if not found:
         raise ValueError(

@@ -21,7 +21,8 @@ def sequential():
 
 
 def test_the_report_says_what_became_of_each_layer():
-    model, report = kmp.to_mixed_precision(sequential(), "mixed_bfloat16")
+    model = sequential()
+    report = kmp.to_mixed_precision(model, "mixed_bfloat16")
     body, head = report.rows[1:]
     assert (body.layer, body.before, body.after) == ("Dense", "float32", "mixed_bfloat16")
     assert body.path == model.layers[0].path and body.reason == ""
@@ -33,7 +34,8 @@ def test_the_report_says_what_became_of_each_layer():
 
 
 def test_the_default_is_what_the_hardware_is_good_at():
-    model, _ = kmp.to_mixed_precision(sequential())
+    model = sequential()
+    kmp.to_mixed_precision(model)
     assert model.layers[0].compute_dtype == kmp.half_dtype()
 
 
@@ -65,7 +67,7 @@ def test_filter_fn_excludes_a_layer_with_all_that_is_inside():
         seen.append((layer.name, path))
         return path != "body"
 
-    model, report = kmp.to_mixed_precision(model, "mixed_bfloat16", filter_fn)
+    report = kmp.to_mixed_precision(model, "mixed_bfloat16", filter_fn)
     assert compute_dtypes(model)["down"] == compute_dtypes(model)["body"] == "float32"
     assert report.kept["body"] == "excluded by filter_fn"
     assert report.kept["body/down"] == "inside body"
@@ -141,7 +143,8 @@ def test_an_output_dtype_is_honoured_at_the_outputs():
         ("p=f32,c=bf16,o=f16", "float16"),
         ("mixed_bfloat16", "float32"),
     ):
-        model, _ = kmp.to_mixed_precision(sequential(), policy)
+        model = sequential()
+        kmp.to_mixed_precision(model, policy)
         assert keras.backend.standardize_dtype(model(X).dtype) == expected, policy
         assert str(model.predict(X, verbose=0).dtype) == expected
         assert model.layers[0].compute_dtype == "bfloat16"
@@ -173,7 +176,7 @@ def test_activity_regularizers_are_left_in_float32():
         ]
     )
     model.compile("sgd", "mse")
-    _, report = kmp.to_mixed_precision(model, "mixed_float16")
+    report = kmp.to_mixed_precision(model, "mixed_float16")
     assert report.kept[model.layers[0].path] == "activity regularizer"
     assert np.isfinite(model.fit(X, X[:, :2], verbose=0).history["loss"]).all()
 
@@ -182,7 +185,7 @@ def test_layers_that_do_not_compute_in_floats_are_left_alone():
     inputs = keras.Input((), dtype="int64")
     one_hot = layers.CategoryEncoding(6, output_mode="one_hot", dtype="int64")(inputs)
     model = keras.Model(inputs, layers.Dense(2)(layers.Dense(3, name="body")(one_hot)))
-    _, report = kmp.to_mixed_precision(model, "mixed_bfloat16")
+    report = kmp.to_mixed_precision(model, "mixed_bfloat16")
     assert report.kept["category_encoding"] == "computes in int64"
     assert model.get_layer("category_encoding").compute_dtype == "int64"
     assert model.get_layer("body").compute_dtype == "bfloat16"
@@ -192,14 +195,15 @@ def test_back_to_float32_and_on_to_another_policy():
     model = sequential()
     expected = keras.ops.convert_to_numpy(model(X))
     for policy in ("mixed_float16", "mixed_bfloat16", "float32"):
-        _, report = kmp.to_mixed_precision(model, policy)
+        report = kmp.to_mixed_precision(model, policy)
         assert model.layers[0].compute_dtype == kmp.Policy(policy).compute_dtype
     assert report.kept == {}
     assert np.array_equal(expected, keras.ops.convert_to_numpy(model(X)))
 
 
 def test_a_converted_model_follows_autocast():
-    model, _ = kmp.to_mixed_precision(sequential(), "autocast")
+    model = sequential()
+    kmp.to_mixed_precision(model, "autocast")
     plain = keras.ops.convert_to_numpy(model(X))
     assert model.layers[0].compute_dtype == "float32"
     with kmp.autocast("mixed_float16"):
@@ -214,7 +218,7 @@ def test_the_optimizer_is_wrapped_with_its_state():
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False)
     model.fit(X, X[:, :2], epochs=2, verbose=0)
     adam, state = model.optimizer, [v.numpy() for v in model.optimizer.variables]
-    model, report = kmp.to_mixed_precision(model, "mixed_float16")
+    report = kmp.to_mixed_precision(model, "mixed_float16")
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
     assert model.optimizer.inner_optimizer is adam
     assert report.optimizer == "Adam was wrapped in kmp.LossScaleOptimizer, with its state."
@@ -239,7 +243,7 @@ def test_an_optimizer_that_scales_the_loss_is_left_alone(optimizer):
     model = sequential()
     model.compile(optimizer(), "mse")
     mine = model.optimizer
-    _, report = kmp.to_mixed_precision(model, "mixed_float16")
+    report = kmp.to_mixed_precision(model, "mixed_float16")
     assert model.optimizer is mine and report.optimizer == ""
 
 
@@ -248,7 +252,8 @@ def test_bfloat16_needs_no_loss_scaling_and_an_uncompiled_model_has_none():
     model.compile("sgd", "mse")
     kmp.to_mixed_precision(model, "mixed_bfloat16")
     assert type(model.optimizer).__name__.endswith("SGD")
-    model, report = kmp.to_mixed_precision(sequential(), "mixed_float16")
+    model = sequential()
+    report = kmp.to_mixed_precision(model, "mixed_float16")
     assert report.optimizer == "" and not model.compiled
     model.compile("sgd", "mse")  # Keras finds float16 by the name of the policy
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -302,7 +307,8 @@ def test_a_file_whose_class_has_changed_is_refused(tmp_path, monkeypatch):
 def test_a_converted_model_exports(tmp_path):
     import tensorflow as tf
 
-    model, _ = kmp.to_mixed_precision(kinds.convolutions()[0], "mixed_bfloat16")
+    model = kinds.convolutions()[0]
+    kmp.to_mixed_precision(model, "mixed_bfloat16")
     model.export(tmp_path / "saved", verbose=False)
     loaded = tf.saved_model.load(str(tmp_path / "saved"))
     served = loaded.serve(kinds.IMAGES).numpy()
@@ -334,7 +340,7 @@ def test_a_model_that_could_not_be_called_any_more_is_not_converted():
     model = keras.Sequential([keras.Input((6,)), layers.Dense(3), Fussy(), layers.Dense(2)])
     convert = lambda model: kmp.to_mixed_precision(model, "mixed_float16")  # noqa: E731
     nothing_converted(model, convert, ValueError, "cannot be called in mixed_float16")
-    _, report = kmp.to_mixed_precision(
+    report = kmp.to_mixed_precision(
         model, "mixed_float16", lambda layer, path: not isinstance(layer, Fussy)
     )
     assert "excluded by filter_fn" in report.kept.values()
@@ -397,7 +403,7 @@ def test_the_map_of_a_diagnosis_converts_a_model():
         return keras.dtype_policies.DTypePolicyMap(keras.DTypePolicy("mixed_float16"), entries)
 
     model.compile("sgd", "mse")
-    _, report = kmp.to_mixed_precision(model, map_of("float32"))
+    report = kmp.to_mixed_precision(model, map_of("float32"))
     assert report.kept[path] == "float32 in the map" and model.dtype_policy.name == "mixed_float16"
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
     with pytest.raises(ValueError, match="'mixed_float16' by default and 'mixed_bfloat16' for"):

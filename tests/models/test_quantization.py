@@ -1,5 +1,6 @@
 """quantize_aware, freeze_observers, to_int8: the rounding in training is that of inference."""
 
+import pathlib
 import subprocess
 import sys
 
@@ -53,7 +54,7 @@ def optimizer(scale="dynamic"):
 def one_dense(policy="float32", jit=False, **settings):
     """A prepared Dense layer of three inputs."""
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2, dtype=policy)])
-    model, _ = kmp.quantize_aware(model, **settings)
+    kmp.quantize_aware(model, **settings)
     model.compile(optimizer(1.0), "mse", jit_compile=jit)
     model.optimizer.build(model.trainable_variables)  # or TensorFlow traces the step twice
     return model, model.layers[0]
@@ -101,14 +102,14 @@ def test_training_and_int8_both_give_what_rounding_by_hand_gives(name):
     plain.set_weights([rounded(kernel, weight_step, bits[0]), *bias])
     expected = value(plain(rounded(x, input_step, bits[1])))
 
-    model, _ = kmp.quantize_aware(model, weight_bits=bits[0], activation_bits=bits[1])
+    kmp.quantize_aware(model, weight_bits=bits[0], activation_bits=bits[1])
     model(x / 2, training=True)
     assert value(model.layers[0].input_range) == np.float32(range_)
     # A sum of at most 16 products, each rounded to 2**-24 of itself.
     close = {"rtol": 0, "atol": 16 * 2.0**-22 * np.abs(expected).max()}
     np.testing.assert_allclose(value(model(x)), expected, **close)
 
-    model, report = kmp.to_int8(model)
+    report = kmp.to_int8(model)
     integers = value(model.layers[0].kernel)
     assert integers.dtype == "int8"
     assert np.abs(integers).max() == 2 ** (bits[0] - 1) - 1
@@ -120,7 +121,7 @@ def test_training_and_int8_both_give_what_rounding_by_hand_gives(name):
 def test_the_kernel_in_training_has_the_integers_of_the_int8_one(kind):
     make, shape = LAYERS[kind]
     model = keras.Sequential([keras.Input(shape[1:]), make()])
-    model, _ = kmp.quantize_aware(model)
+    kmp.quantize_aware(model)
     model(np.ones(shape), training=True)
     layer = model.layers[0]
     before = value(layer.rounded_kernel())
@@ -263,7 +264,8 @@ def test_the_range_freezes(how):
 @pytest.mark.parametrize("jit", JIT)
 def test_a_skipped_step_never_happened(jit):
     """Its activations are finite, its gradients are not: kmp's callbacks put the ranges back."""
-    model, _ = kmp.to_mixed_precision(functional(), "mixed_float16")
+    model = functional()
+    kmp.to_mixed_precision(model, "mixed_float16")
     kmp.quantize_aware(model)
     model.compile(kmp.scaled("sgd", kmp.DynamicLossScale(1024)), "mse", jit_compile=jit)
     settings = {"batch_size": 8, "verbose": 0, "callbacks": [kmp.callbacks.TerminateOnNaN()]}
@@ -288,7 +290,7 @@ def test_conversion_keeps_variables_and_the_state_of_the_optimizer():
     model.fit(IMAGES, TARGETS, verbose=0)
     weights = [id(v) for v in model.trainable_variables]
     before = values([*model.trainable_variables, *model.optimizer.variables])
-    model, report = kmp.quantize_aware(model)
+    report = kmp.quantize_aware(model)
     assert [id(v) for v in model.trainable_variables] == weights
     assert_equal(values([*model.trainable_variables, *model.optimizer.variables]), before)
     assert {path.split("/")[-1] for path in report.converted} == {*("conv1", "conv2", "head")}
@@ -299,12 +301,13 @@ def test_conversion_keeps_variables_and_the_state_of_the_optimizer():
 
 
 def test_what_filter_fn_excludes_stays_with_all_that_is_inside():
-    model, report = kmp.quantize_aware(
-        functional(), filter_fn=lambda layer, path: layer.name not in ("inner", "head")
+    model = functional()
+    report = kmp.quantize_aware(
+        model, filter_fn=lambda layer, path: layer.name not in ("inner", "head")
     )
     assert {layer.name for layer in prepared(model)} == {"conv2"}
     assert sorted(report.kept.values())[:2] == ["excluded by filter_fn"] * 2
-    _, report = kmp.quantize_aware(model)
+    report = kmp.quantize_aware(model)
     assert {path.split("/")[-1] for path in report.converted} == {"conv1", "head"}
     assert "prepared already" in report.kept.values()
 
@@ -343,7 +346,9 @@ for path in sys.argv[1:]:
 @pytest.mark.only("tensorflow")  # files are the same code on all backends
 def test_files_load_in_a_new_process(files):
     paths = [str(files / f"{name}.keras") for name in ("functional_int8", "subclassed_int8")]
-    subprocess.run([sys.executable, "-c", LOAD, *paths], check=True, env=processes.environment())
+    environ = processes.environment()
+    environ["PYTHONPATH"] += f":{pathlib.Path(__file__).parent}"
+    subprocess.run([sys.executable, "-c", LOAD, *paths], check=True, env=environ)
 
 
 @pytest.mark.parametrize("name", MODELS)

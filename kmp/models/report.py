@@ -1,0 +1,60 @@
+"""What became of the layers of a model that was converted or quantized."""
+
+import dataclasses
+from typing import NamedTuple
+
+import keras
+
+from kmp._common import table
+from kmp.precision.policy import Policy
+
+
+class LayerConversion(NamedTuple):
+    """What became of one layer.
+
+    Attributes:
+        path: str, `layer.path`, or the name where Keras gives none.
+        layer: str, the name of its class.
+        before: str, the policy that it had.
+        after: str, the policy that it has.
+        reason: str, why it was left in full precision; empty if it was converted.
+    """
+
+    path: str
+    layer: str
+    before: str
+    after: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionReport:
+    """What `kmp.to_mixed_precision` did, one row a layer; `print` shows a table.
+
+    Attributes:
+        rows: tuple of `LayerConversion`, outer layers before inner ones.
+        optimizer: str, what became of the optimizer; empty if it was left alone.
+    """
+
+    rows: tuple[LayerConversion, ...]
+    optimizer: str = ""
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """The paths of the layers that took the policy."""
+        return tuple(row.path for row in self.rows if not row.reason)
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The paths of the others, each with the reason."""
+        return {row.path: row.reason for row in self.rows if row.reason}
+
+    def __str__(self) -> str:
+        header = LayerConversion("layer", "class", "before", "after", "left alone because")
+        lines = [table([header, *self.rows], left=len(header)), self.optimizer]
+        return "\n".join(filter(None, lines))
+
+
+def policy_word(policy: keras.DTypePolicy) -> str:
+    """What a report calls a policy."""
+    return str(policy) if isinstance(policy, Policy) else policy.name
