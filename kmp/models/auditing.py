@@ -57,7 +57,9 @@ def audit(model: keras.Model) -> AuditReport:
     Looked for, each a kind of finding:
 
     - `"unscaled float16"`: float16 computation under an optimizer that does not scale the loss;
-    - `"float16 on a TPU"`: which its compiler has not;
+    - `"float16 on a TPU"`: TPUs have no float16 matrix product;
+    - `"half weights"`: weights in bfloat16 under Adam, of which none moves;
+    - `"half statistics"`: moving averages in half precision, which stall far from the truth;
     - `"half softmax"`: probabilities in half precision with a loss that takes their logarithm;
     - `"half loss"`, `"half metric"`: functions that Keras evaluates in the dtype of half outputs;
     - `"activity regularizer"`: summed in half; `fit` crashes on TensorFlow;
@@ -65,8 +67,8 @@ def audit(model: keras.Model) -> AuditReport:
     - `"epsilon"`: an epsilon that is 0 in the layer's, or the weights', dtype;
     - `"constant"`: a number in the config or the code of a layer beyond the range of its dtype,
       such as a mask's -1e9;
-    - `"tensor cores"`: sizes of a matrix product that are not multiples of 8;
-    - `"lost on reload"`: loss scaling that Keras added by itself and does not save.
+    - `"lost on reload"`: loss scaling that Keras added by itself and does not save;
+    - `"tensor cores"`: matrix products with sizes that are not multiples of 8.
 
     Args:
         model: built `keras.Model`, compiled or not.

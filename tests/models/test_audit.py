@@ -109,7 +109,33 @@ def test_half_loss():
         assert "half loss" not in kinds_of(model_of(layers.Dense(8), loss=loss))
 
 
-@pytest.mark.parametrize("metric", ["mse", keras.metrics.MeanSquaredError, "mae"])
+COUNTS = [
+    "accuracy",
+    "sparse_categorical_accuracy",
+    "top_k_categorical_accuracy",
+    keras.metrics.categorical_accuracy,
+    keras.metrics.SparseCategoricalAccuracy,
+    "AUC",
+    keras.metrics.Precision,
+]
+
+
+class Ranking(keras.metrics.Mean):
+    """As keras-rs's NDCG: casts to its own dtype, then compares."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        y_pred = keras.ops.cast(y_pred, self.dtype)
+        super().update_state(keras.ops.argmax(y_pred, -1), sample_weight=sample_weight)
+
+
+class Squares(keras.metrics.Mean):
+    """A metric that leaves its inputs in half precision."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_pred * y_pred, sample_weight=sample_weight)
+
+
+@pytest.mark.parametrize("metric", ["mse", keras.metrics.MeanSquaredError, "mae", Squares])
 def test_half_metric(metric):
     metric = metric if isinstance(metric, str) else metric()
     model = model_of(layers.Dense(8), loss="mse", metrics=["accuracy", metric])
@@ -117,11 +143,64 @@ def test_half_metric(metric):
     assert "accuracy" not in finding.problem and "evaluated in float16" in finding.problem
 
 
+@pytest.mark.parametrize("metric", [*COUNTS, keras.metrics.RootMeanSquaredError, Ranking])
+def test_metrics_that_no_half_output_changes(metric):
+    """Accuracies count; other classes of Keras, and those that cast, compute in their own dtype."""
+    metric = metric() if isinstance(metric, type) else metric
+    model = model_of(layers.Dense(8), loss="mse", metrics=[metric])
+    assert "half metric" not in kinds_of(model)
+
+
 def test_keras_still_evaluates_metrics_in_half():
     model = model_of(layers.Dense(1, kernel_initializer="ones"), loss="mse", metrics=["mse"])
     x, y = np.full((4, 8), 40.0, "float32"), np.zeros((4, 1), "float32")
     loss, metric = model.evaluate(x, y, verbose=0)
     assert loss == pytest.approx(320**2) and metric == np.inf
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "scaled", "lamb"])
+def test_half_weights(optimizer):
+    keras.config.set_dtype_policy("bfloat16")
+    made = {"scaled": lambda: kmp.scaled("adam"), "lamb": keras.optimizers.Lamb}
+    optimizer = made[optimizer]() if optimizer in made else optimizer
+    model = model_of(layers.Dense(8), layers.Dense(8), loss="mse", optimizer=optimizer)
+    (finding,) = kmp.audit(model).of_kind("half weights")
+    assert "beta_2=0.999 is 1" in finding.problem and "mixed_bfloat16" in finding.advice
+    assert "4 variables are in bfloat16" in finding.problem
+
+
+def test_half_weights_that_move():
+    for policy, optimizer in (("bfloat16", "sgd"), ("bfloat16", keras.optimizers.Adam(beta_2=0.9))):
+        keras.config.set_dtype_policy(policy)
+        model = model_of(layers.Dense(8), loss="mse", optimizer=optimizer)
+        assert "half weights" not in kinds_of(model)
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    assert "half weights" not in kinds_of(model_of(layers.Dense(8), loss="mse", optimizer="adam"))
+
+
+def test_keras_still_moves_no_bfloat16_weight_with_adam():
+    keras.config.set_dtype_policy("bfloat16")
+    model = model_of(layers.Dense(8), loss="mse", optimizer="adam")
+    before = model.get_weights()
+    model.fit(np.ones((8, 8)), np.ones((8, 8)), epochs=3, verbose=0)
+    assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+
+
+def test_half_statistics():
+    keras.config.set_dtype_policy("bfloat16")
+    sound = [layers.BatchNormalization(momentum=0.9), kmp.layers.Float32BatchNormalization()]
+    model = model_of(layers.BatchNormalization(), *sound)
+    (finding,) = kmp.audit(model).of_kind("half statistics")
+    assert finding.path == path_of(model.layers[0])
+    assert "within 20% of them" in finding.problem and "Float32BatchNorm" in finding.advice
+
+
+def test_keras_still_stalls_in_bfloat16():
+    """From 1 the moving mean of batches of 1.19 does not move, as the finding says."""
+    layer = layers.BatchNormalization(dtype="bfloat16", moving_mean_initializer="ones")
+    for mean, moves in ((1.19, False), (1.6, True)):
+        layer(np.full((4, 2), mean, "float32"), training=True)
+        assert moves == (float(keras.ops.convert_to_numpy(layer.moving_mean)[0]) != 1)
 
 
 def test_activity_regularizer():
@@ -177,11 +256,48 @@ def test_constants():
     assert kinds_of(model_of(Masked())) == []
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+@pytest.mark.parametrize("error", [AttributeError, NotImplementedError, KeyError])
+def test_a_layer_whose_config_cannot_be_read_is_audited(error):
+    """keras-hub's Llama reads an attribute that it does not set."""
+
+    class WithoutConfig(Masked):
+        def get_config(self):
+            raise error("there is no config")
+
+    model = model_of(WithoutConfig())
+    assert kinds_of(model) == ["constant"]
+
+
 def test_tensor_cores():
     model = model_of(layers.Dense(13), layers.Dense(16), layers.Dense(8, dtype="float32"))
     found = kmp.audit(model).of_kind("tensor cores")
     assert [x.path for x in found] == [path_of(layer) for layer in model.layers[:2]]
-    assert "(8, 13)" in found[0].problem and found[0].advice == "Round 13 up to 16."
+    assert "8 x 13" in found[0].problem and found[0].advice == "Round 13 up to 16."
+
+
+def test_tensor_cores_have_nothing_to_say_of_heads_biases_colours_and_look_ups():
+    """12 heads of 64 features are one axis of 768 in the product; of 5 heads of 5 it is 25."""
+    images, tokens = keras.Input((8, 8, 3)), keras.Input((4,), dtype="int32")
+    x = layers.Embedding(1001, 768)(tokens)
+    x = layers.MultiHeadAttention(12, 64)(x, x)
+    y = layers.Flatten()(layers.Conv2D(16, 3)(images))
+    outputs = layers.Dense(8)(layers.Concatenate()([layers.Flatten()(x), y]))
+    assert kinds_of(keras.Model([images, tokens], outputs)) == []
+    x = keras.Input((4, 8))
+    odd = keras.Model(x, layers.MultiHeadAttention(5, 5, name="mha")(x, x))
+    found = kmp.audit(odd).of_kind("tensor cores")
+    names = {each.path.split("/")[-1] for each in found}
+    assert names == {"query", "key", "value", "attention_output"}
+    assert {each.advice for each in found} == {"Round 25 up to 32."}
+
+
+def test_tensor_cores_multiply_by_a_tied_embedding():
+    tokens = keras.Input((4,), dtype="int32")
+    embedding = layers.ReversibleEmbedding(1001, 8)
+    model = keras.Model(tokens, embedding(embedding(tokens), reverse=True))
+    (finding,) = kmp.audit(model).of_kind("tensor cores")
+    assert finding.advice == "Round 1001 up to 1008."
 
 
 def test_loss_scaling_that_is_lost_on_reload():
