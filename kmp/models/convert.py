@@ -15,15 +15,14 @@ from kmp._keras import (
     own_weights,
     parts_of,
     path_of,
-    replace_optimizer,
     symbolic_outputs,
 )
-from kmp.models.heads import output_layers
+from kmp.models.heads import called_models, output_layers
+from kmp.models.optimizers import scale_losses
 from kmp.models.policies import remember_policies
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
 from kmp.precision.casts import half_dtype
 from kmp.precision.policy import Policy, get_policy
-from kmp.scaling.optimizer import LossScaleOptimizer
 
 
 def to_mixed_precision(
@@ -45,6 +44,8 @@ def to_mixed_precision(
 
     A compiled model stays compiled. Under float16 its optimizer, with its state, is wrapped in
     loss scaling, unless it scales the loss already. Functions that Keras has compiled are dropped.
+    A model without `call`, whose train step calls the models inside it (a GAN), is converted too.
+    Where Keras cannot call the model without data, the report says that it was not tried.
     Saved files come back with the same policies; where layers are created by code of your own,
     `import kmp` has to come before loading.
 
@@ -85,12 +86,36 @@ def to_mixed_precision(
     policy = get_policy(f"mixed_{half_dtype()}" if policy is None else policy)
     _check(model, policy)
     plan = _plan(model, policy, filters)
+    before = {id(layer): layer.dtype_policy for layer in layers_of(model)}
+    untried = _give_policies(model, policy, plan)
+    forget_functions(model)
+    remember_policies(model)
+    rows = [
+        LayerConversion(
+            path_of(layer),
+            type(layer).__name__,
+            policy_word(before[id(layer)]),
+            policy_word(new),
+            why,
+        )
+        for layer, new, why in plan
+    ]
+    return ConversionReport(tuple(rows), scale_losses(model, policy), untried)
+
+
+def _give_policies(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any, str]]) -> str:
+    """Give each layer its policy, and call the model symbolically; say if that is impossible.
+
+    Raises:
+        ValueError: if the model cannot be called any more. Its policies are as before then.
+    """
     before = [(layer, layer.dtype_policy) for layer in layers_of(model)]
-    callable_before = symbolic_outputs(model) is not None
+    called = called_models(model)
+    callable_before = [each for each in called if symbolic_outputs(each) is not None]
     try:
         for layer, new, _ in plan:
             give_policy(layer, new)
-        if callable_before and symbolic_outputs(model) is None:
+        if any(symbolic_outputs(each) is None for each in callable_before):
             raise ValueError(
                 f"{model.name!r} cannot be called in {policy}: one of its layers combines dtypes "
                 "that do not go together. Nothing was converted. Exclude that layer, for example "
@@ -100,20 +125,12 @@ def to_mixed_precision(
         for layer, old in before:
             give_policy(layer, old)
         raise
-    forget_functions(model)
-    remember_policies(model)
-    olds = {id(layer): old for layer, old in before}
-    rows = [
-        LayerConversion(
-            path_of(layer),
-            type(layer).__name__,
-            policy_word(olds[id(layer)]),
-            policy_word(new),
-            why,
-        )
-        for layer, new, why in plan
-    ]
-    return ConversionReport(tuple(rows), _scale_losses(model, policy))
+    if len(callable_before) == len(called):
+        return ""
+    return (
+        f"{model.name!r} was not tried in {policy}, for Keras cannot call it without data. Call it "
+        "on a batch: if it raises, one of its layers combines dtypes that do not go together."
+    )
 
 
 def _check(model: Any, policy: Policy) -> None:
@@ -193,18 +210,3 @@ def _plan(
 
     visit(model)
     return list(plan.values())
-
-
-def _scale_losses(model: Any, policy: Policy) -> str:
-    """Wrap the optimizer of a compiled model where float16 needs it; say so."""
-    optimizer = getattr(model, "optimizer", None)
-    half = half_dtype() if policy.adapts else policy.compute_dtype
-    if optimizer is None or half != "float16":
-        return ""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
-        return ""
-    scaled = LossScaleOptimizer(optimizer)
-    if optimizer.built:
-        scaled.build(model.trainable_variables)
-    replace_optimizer(model, scaled)
-    return f"{type(optimizer).__name__} was wrapped in kmp.LossScaleOptimizer, with its state."

@@ -11,8 +11,8 @@ from kmp._keras import compile_arguments, layers_of, path_of
 from kmp.layers import Float32OutputDense
 from kmp.models.hazards_of_layers import Hazards, package_of
 from kmp.models.heads import output_layers
+from kmp.models.optimizers import optimizers_of, scales_the_loss
 from kmp.precision.casts import HALF_DTYPES
-from kmp.scaling.rules import NoOpLossScale
 
 # Optimizers that correct the bias of their second moment, and what a beta_2 of 1 makes of that.
 _CORRECTION = {
@@ -25,20 +25,19 @@ _CORRECTION = {
 
 def unscaled_float16(model: Any) -> Hazards:
     """float16 computation under an optimizer that does not scale the loss."""
-    optimizer = getattr(model, "optimizer", None)
-    rule = getattr(optimizer, "loss_scale", None)
-    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if optimizer is None or (scales and not isinstance(rule, NoOpLossScale)):
-        return
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     layers = [x for x in layers_of(model) if x.compute_dtype == "float16"]
-    if layers and optimizer.loss_scale_factor is None:
-        yield (
-            path_of(layers[-1]),
-            f"{len(layers)} layers compute in float16, and {type(optimizer).__name__} does not "
-            "scale the loss: gradients below 6e-8 become zero.",
-            f"Compile with kmp.scaled({type(optimizer).__name__}, ...).",
-        )
+    for name, optimizer in optimizers_of(model).items() if layers else ():
+        if not scales_the_loss(optimizer):
+            kind = type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
+            yield (
+                path_of(layers[-1]),
+                f"{len(layers)} layers compute in float16, and {kind} does not scale the loss: "
+                "gradients below 6e-8 become zero.",
+                f"Compile with kmp.scaled({kind}, ...)."
+                if name == "optimizer"
+                else f"Write {name}=kmp.scaled({kind}, ...), and {name}.scale_loss(loss) in "
+                "train_step.",
+            )
 
 
 def float16_on_a_tpu(model: Any) -> Hazards:

@@ -34,10 +34,13 @@ class ConversionReport:
     Attributes:
         rows: tuple of `LayerConversion`, outer layers before inner ones.
         optimizer: str, what became of the optimizer; empty if it was left alone.
+        untried: str, why the model was not called in its new precision; empty if it was. Call it on
+            a batch then, to see whether it runs.
     """
 
     rows: tuple[LayerConversion, ...]
     optimizer: str = ""
+    untried: str = ""
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -51,7 +54,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         header = LayerConversion("layer", "class", "before", "after", "left alone because")
-        lines = [table([header, *self.rows], left=len(header)), self.optimizer]
+        lines = [table([header, *self.rows], left=len(header)), self.optimizer, self.untried]
         return "\n".join(filter(None, lines))
 
 

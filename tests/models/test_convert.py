@@ -136,6 +136,67 @@ def test_where_the_model_cannot_be_traced_the_layer_created_last_is_the_head():
     assert (model.head.compute_dtype, model.body.compute_dtype) == ("bfloat16", "float32")
 
 
+class NeedsData(Raw):
+    """Looks at numbers, and computes on in float32 alone."""
+
+    def call(self, x):
+        assert float(keras.ops.max(keras.ops.abs(x))) > 0
+        x = self.head(x)
+        if keras.backend.standardize_dtype(x.dtype) != "float32":
+            raise TypeError("float32 is needed")
+        return self.body(x)
+
+
+@pytest.mark.only("tensorflow", "jax")  # torch traces with tensors that hold numbers
+def test_a_model_that_could_not_be_tried_is_said_to():
+    model = NeedsData()
+    model(X)
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    assert "was not tried in mixed_float16" in report.untried
+    assert str(report).splitlines()[-1] == report.untried
+    with pytest.raises(TypeError, match="float32 is needed"):
+        model(X)
+    assert kmp.to_mixed_precision(sequential(), "mixed_float16").untried == ""
+
+
+class WithoutCall(keras.Model):
+    """As keras.io's GANs: the train step calls the models inside, with optimizers of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = sequential(), sequential()
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def compile(self, optimizer):
+        super().compile()
+        self.optimizer_of_generator = optimizer
+
+
+def test_a_model_without_call_is_converted_and_audited():
+    model = WithoutCall()
+    model.compile(keras.optimizers.Adam())
+    assert not model.built
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    parts = model.generator, model.discriminator
+    assert [x.compute_dtype for part in parts for x in part.layers] == ["float16", "float32"] * 2
+    assert report.untried == "" and isinstance(model.optimizer, keras.optimizers.RMSprop)
+    assert "optimizer_of_generator (Adam) does not scale the loss" in report.optimizer
+    (finding,) = kmp.audit(model).of_kind("unscaled float16")
+    assert "optimizer_of_generator=kmp.scaled(Adam, ...)" in finding.advice
+    model.compile(kmp.scaled("adam"))
+    assert kmp.audit(model).of_kind("unscaled float16") == ()
+
+
+def test_a_model_without_call_whose_parts_are_not_built_is_refused():
+    class Parts(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = sequential(), layers.Dense(2)
+
+    with pytest.raises(ValueError, match="must be built"):
+        kmp.to_mixed_precision(Parts(), "mixed_float16")
+
+
 def test_an_output_dtype_is_honoured_at_the_outputs():
     for policy, expected in (
         ("p=f32,c=bf16,o=bf16", "bfloat16"),
