@@ -89,6 +89,11 @@ class FakeQuantized(keras.Layer):
         self.observed_batches = add("observed_batches", 0.0, "only_first_replica")
         self.freeze_at = add("freeze_at", float(self.freeze_after or NEVER), "only_first_replica")
 
+    @property
+    def summed_axes(self) -> tuple[int, ...]:
+        """The axes of the kernel that its products are summed over: the others share no scale."""
+        return tuple(range(len(self.kernel.shape) - 1))
+
     def rounded_kernel(self) -> Tensor:
         """The kernel as int8 inference will have it, in the layer's compute dtype."""
         with without_autocast():  # the float32 kernel is what will be quantized
@@ -98,7 +103,7 @@ class FakeQuantized(keras.Layer):
         # its range, and where the end is rounded to below it, it would get no gradient.
         quantized, scale = keras.quantizers.abs_max_quantize(
             ops.stop_gradient(kernel),
-            axis=tuple(range(len(kernel.shape) - 1)),
+            axis=self.summed_axes,
             value_range=(-levels, levels),
             dtype="float32",
         )
@@ -180,6 +185,26 @@ class FakeQuantizedDense(FakeQuantized, keras.layers.Dense):
 
     def call(self, inputs, training=None):
         x = ops.matmul(self.rounded_inputs(inputs, training), self.rounded_kernel())
+        if self.bias is not None:
+            x = ops.add(x, self.bias)
+        return x if self.activation is None else self.activation(x)
+
+
+@keras.saving.register_keras_serializable(package="kmp")
+class FakeQuantizedEinsumDense(FakeQuantized, keras.layers.EinsumDense):
+    """A `keras.layers.EinsumDense` with the further arguments of `FakeQuantizedDense`.
+
+    Attention layers make their projections of it: query, key, value and output.
+    """
+
+    @property
+    def summed_axes(self) -> tuple[int, ...]:
+        """The axes of the kernel that are not in the output, as Keras's int8 has them."""
+        kernel, outputs = self.equation.split(",")[1].split("->")
+        return tuple(i for i, axis in enumerate(kernel) if axis not in outputs)
+
+    def call(self, inputs, training=None):
+        x = ops.einsum(self.equation, self.rounded_inputs(inputs, training), self.rounded_kernel())
         if self.bias is not None:
             x = ops.add(x, self.bias)
         return x if self.activation is None else self.activation(x)

@@ -36,7 +36,9 @@ def _unfit(layer: Any) -> str:
     if layer.quantization_mode is not None:
         return f"quantized to {layer.quantization_mode} already"
     if type(layer) not in PREPARED:
-        return "no Dense, Conv1D, Conv2D or Conv3D"
+        return f"no {', '.join(each.__name__ for each in PREPARED)}"
+    if "..." in getattr(layer, "equation", ""):
+        return "Keras's int8 takes no ... in an equation"
     if layer.lora_enabled:
         return "LoRA"
     if layer.kernel.dtype != "float32":

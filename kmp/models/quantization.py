@@ -25,8 +25,9 @@ def quantize_aware(
 ) -> ConversionReport:
     """Let the layers of a built model train with the rounding that int8 inference will do.
 
-    `Dense`, `Conv1D`, `Conv2D` and `Conv3D` layers are converted in place, those in nested models
-    included; their weights stay, as variables and as numbers. From then on each multiplies
+    `Dense`, `EinsumDense`, `Conv1D`, `Conv2D` and `Conv3D` layers are converted in place, those in
+    nested models and the projections of attention layers included; their weights stay, as variables
+    and as numbers. From then on each multiplies
 
     - its kernel rounded to `weight_bits`, in steps of `max |kernel[..., channel]| / 127` (7 of 4
       bits), a scale for each output channel, as Keras's `quantize("int8")` does;
@@ -147,11 +148,11 @@ def to_int8(model: keras.Model) -> ConversionReport:
     """Turn a model that trained after `kmp.quantize_aware` into int8, for inference.
 
     The kernels become int8 variables with a float32 scale for each output channel, and inputs are
-    rounded to int8 in the range that was learned. Prepared `Dense` layers become Keras's own int8
-    `Dense`, by way of its `quantize("int8")`, whose activation quantizer has the learned range in
-    the place of each row's largest value: products of int8, summed in int32. Keras quantizes no
-    convolutions: these become layers of kmp that store int8 and sum the same integers in float32,
-    which saves memory and no time.
+    rounded to int8 in the range that was learned. Prepared `Dense` and `EinsumDense` layers become
+    Keras's own int8 layers, by `quantize("int8")` with the learned range in place of each row's
+    largest value: products of int8, summed in int32. Keras quantizes no convolutions: these become
+    layers of kmp that store int8 and sum the same integers in float32, which saves memory and no
+    time.
 
     Everything else computes in float32 afterwards, as Keras refuses int8 beside float16. In float32
     and with `training=False` the prepared model has given the same outputs, but for the rounding of

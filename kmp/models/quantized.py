@@ -13,16 +13,21 @@ from kmp.models.range_quantizer import RangeQuantizer, levels_of
 
 PREPARED: dict[Any, Any] = {
     keras.layers.Dense: fake.FakeQuantizedDense,
+    keras.layers.EinsumDense: fake.FakeQuantizedEinsumDense,
     keras.layers.Conv1D: fake.FakeQuantizedConv1D,
     keras.layers.Conv2D: fake.FakeQuantizedConv2D,
     keras.layers.Conv3D: fake.FakeQuantizedConv3D,
 }
 QUANTIZED: dict[Any, Any] = {
     fake.FakeQuantizedDense: keras.layers.Dense,
+    fake.FakeQuantizedEinsumDense: keras.layers.EinsumDense,
     fake.FakeQuantizedConv1D: int8.Int8Conv1D,
     fake.FakeQuantizedConv2D: int8.Int8Conv2D,
     fake.FakeQuantizedConv3D: int8.Int8Conv3D,
 }
+
+
+_KERAS_QUANTIZES = (keras.layers.Dense, keras.layers.EinsumDense)
 
 
 def prepare(layer: Any, settings: dict[str, Any]) -> None:
@@ -47,12 +52,13 @@ def undo(layer: Any) -> None:
 def quantize(layer: Any) -> None:
     """Turn a prepared layer into its int8 twin, which computes in float32 otherwise.
 
-    Keras's own `Dense`, quantized by Keras; of a convolution the class in `QUANTIZED`.
+    Keras quantizes its own `Dense` and `EinsumDense`; a convolution takes its class in `QUANTIZED`.
     """
     inputs = RangeQuantizer(_number(layer.input_range), layer.activation_bits)
     levels = levels_of(layer.weight_bits)
-    axes = tuple(range(len(layer.kernel.shape) - 1))
-    weights = keras.quantizers.AbsMaxQuantizer(axis=axes, value_range=(-levels, levels))
+    weights = keras.quantizers.AbsMaxQuantizer(
+        axis=layer.summed_axes, value_range=(-levels, levels)
+    )
     _drop_observer(layer)
     take_class(layer, QUANTIZED[type(layer)])
     _quantize(layer, keras.quantizers.Int8QuantizationConfig(weights, inputs))
@@ -67,8 +73,8 @@ def _drop_observer(layer: Any) -> None:
 def _quantize(layer: Any, config: keras.quantizers.Int8QuantizationConfig) -> None:
     layer.dtype_policy = keras.DTypePolicy("float32")
     with unlocked(layer):
-        if type(layer) is keras.layers.Dense:
-            keras.layers.Dense.quantize(layer, "int8", config=config)
+        if type(layer) in _KERAS_QUANTIZES:
+            type(layer).quantize(layer, "int8", config=config)
         else:
             _quantize_convolution(layer, config)
 
@@ -100,7 +106,7 @@ def quantize_like(layer: Any, quantization: dict[str, Any]) -> None:
     if "settings" in quantization:
         prepare(layer, quantization["settings"])
         return
-    if type(layer) is not keras.layers.Dense:
+    if type(layer) not in _KERAS_QUANTIZES:
         take_class(layer, QUANTIZED[PREPARED[type(layer)]])
     _quantize(layer, keras.saving.deserialize_keras_object(quantization["config"]))
 

@@ -53,14 +53,15 @@ class RangeQuantizer(keras.quantizers.Quantizer):
         self.bits = checked_bits("bits", bits, "RangeQuantizer")
 
     def __call__(self, x: Tensor, axis: Any = None, to_numpy: bool = False) -> tuple[Any, Any]:
-        """Return int8 of the shape of `x`, and the float32[] that it is to be divided by.
+        """Return int8 of the shape of `x`, and the float32[1, ..., 1] that it is to be divided by.
 
-        `axis` and `to_numpy` are what Keras hands over: there is one range for all axes.
+        `axis` and `to_numpy` are what Keras passes: there is one range for all axes.
         """
         levels = levels_of(self.bits)
         scale = ops.convert_to_tensor(
             levels / max(self.max_abs, keras.config.epsilon()), dtype="float32"
         )
+        scale = ops.reshape(scale, (1,) * len(x.shape))
         integers = ops.floor(ops.cast(x, "float32") * scale + 0.5)
         return ops.cast(ops.clip(integers, -levels, levels), "int8"), scale
 

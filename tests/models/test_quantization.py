@@ -13,6 +13,7 @@ from keras import layers, ops
 from quantized_models import IMAGES, MODELS, TARGETS, Subclassed, functional
 
 import kmp
+from kmp._keras import layers_of
 from kmp.models.fake_quantization import FakeQuantized, FakeQuantizedDense
 from kmp.models.range_quantizer import RangeQuantizer
 
@@ -77,10 +78,16 @@ def rounded(x, step, bits):
 
 LAYERS = {
     "dense": (lambda: layers.Dense(5, "relu"), (4, 6)),
+    "heads": (lambda: layers.EinsumDense("abc,cde->abde", (None, 3, 2), bias_axes="de"), (2, 4, 6)),
+    "joined": (lambda: layers.EinsumDense("abde,def->abf", (None, 5), bias_axes="f"), (2, 4, 3, 2)),
+    "apart": (lambda: layers.EinsumDense("abc,bcd->abd", (3, 2)), (2, 3, 4)),
     "conv1": (lambda: layers.Conv1D(4, 2, padding="causal", dilation_rate=2), (2, 5, 3)),
     "conv2": (lambda: layers.Conv2D(4, (2, 3), strides=(1, 2), groups=2), (2, 4, 5, 2)),
     "conv3": (lambda: layers.Conv3D(2, 2, padding="same", use_bias=False), (2, 3, 3, 3, 2)),
 }
+
+
+SUMMED = {"heads": (0,), "joined": (0, 1), "apart": (1,)}  # axes of the kernel, of EinsumDense
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -92,10 +99,11 @@ def test_training_and_int8_both_give_what_rounding_by_hand_gives(name):
     model = keras.Sequential([keras.Input(shape[1:]), make()])
     plain = keras.Sequential([keras.Input(shape[1:]), make()])
     kernel, *bias = model.get_weights()
-    bias = [np.linspace(-1, 1, b.size).astype("float32") for b in bias]
+    bias = [np.linspace(-1, 1, b.size).astype("float32").reshape(b.shape) for b in bias]
     model.set_weights([kernel, *bias])
 
-    weight_step = np.abs(kernel).max(tuple(range(kernel.ndim - 1))) / (2 ** (bits[0] - 1) - 1)
+    summed = SUMMED.get(name, tuple(range(kernel.ndim - 1)))
+    weight_step = np.abs(kernel).max(summed, keepdims=True) / (2 ** (bits[0] - 1) - 1)
     # The range is that of the smaller batch: the other one has inputs beyond it.
     range_ = np.abs(x / 2).max()
     input_step = range_ / (2 ** (bits[1] - 1) - 1)
@@ -117,7 +125,7 @@ def test_training_and_int8_both_give_what_rounding_by_hand_gives(name):
     assert [row.after for row in report.rows] == ["int8_from_float32"]
 
 
-@pytest.mark.parametrize("kind", ["dense", "conv2"])
+@pytest.mark.parametrize("kind", ["dense", "heads", "conv2"])
 def test_the_kernel_in_training_has_the_integers_of_the_int8_one(kind):
     make, shape = LAYERS[kind]
     model = keras.Sequential([keras.Input(shape[1:]), make()])
@@ -127,9 +135,9 @@ def test_the_kernel_in_training_has_the_integers_of_the_int8_one(kind):
     before = value(layer.rounded_kernel())
     kmp.to_int8(model)
     integers, scale = value(layer.kernel).astype("float32"), value(layer.kernel_scale)
-    np.testing.assert_array_equal(np.round(before * scale), integers)
+    np.testing.assert_array_equal(np.round(before * np.squeeze(scale)), integers)
     # The backend's division and NumPy's: the last bit.
-    np.testing.assert_allclose(before, integers / scale, rtol=2.0**-22)
+    np.testing.assert_allclose(before, integers / np.squeeze(scale), rtol=2.0**-22)
 
 
 def test_the_float32_kernel_is_rounded_under_half_precision():
@@ -143,6 +151,30 @@ def test_the_float32_kernel_is_rounded_under_half_precision():
     assert inside.dtype == "float16"
     np.testing.assert_array_equal(inside, value(layer.rounded_kernel()))
     np.testing.assert_allclose(inside, rounded(kernel, step, 8), rtol=2.0**-10)
+
+
+def test_the_projections_of_attention_are_quantized():
+    inputs = keras.Input((4, 8))
+    attention = layers.MultiHeadAttention(2, 4, name="attention")
+    model = keras.Model(inputs, attention(inputs, inputs))
+    kmp.to_mixed_precision(model, "mixed_bfloat16")
+    report = kmp.quantize_aware(model)
+    names = {path.split("/")[-1] for path in report.converted}
+    assert names == {"query", "key", "value", "attention_output"}
+    x = np.random.default_rng(0).normal(size=(2, 4, 8)).astype("float32")
+    model.compile(optimizer(), "mse")
+    model.fit(x, x, verbose=0)
+    assert all(value(layer.observed_batches) == 1 for layer in prepared(model))
+    kmp.to_mixed_precision(model, "float32")
+    expected = value(model(x))
+    kmp.to_int8(model)
+    projections = [x for x in layers_of(model) if isinstance(x, layers.EinsumDense)]
+    assert {type(x) for x in projections} == {layers.EinsumDense}
+    assert {x.kernel.dtype for x in projections} == {"int8"}
+    # A sum that is rounded otherwise may take an input to the neighbouring integer.
+    np.testing.assert_allclose(
+        value(model(x)), expected, rtol=0, atol=2 * np.abs(expected).max() / 127
+    )
 
 
 def test_int8_dense_layers_are_keras_own():
@@ -294,7 +326,7 @@ def test_conversion_keeps_variables_and_the_state_of_the_optimizer():
     assert [id(v) for v in model.trainable_variables] == weights
     assert_equal(values([*model.trainable_variables, *model.optimizer.variables]), before)
     assert {path.split("/")[-1] for path in report.converted} == {*("conv1", "conv2", "head")}
-    assert list(report.kept.values()) == ["no Dense, Conv1D, Conv2D or Conv3D"]
+    assert list(report.kept.values()) == ["no Dense, EinsumDense, Conv1D, Conv2D, Conv3D"]
     model.fit(IMAGES, TARGETS, verbose=0)
     assert all((value(layer.observed_batches) == 1).all() for layer in prepared(model))
     assert int(model.optimizer.iterations) == 2
