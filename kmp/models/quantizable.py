@@ -1,4 +1,4 @@
-"""Which layers of a model can be prepared for quantization, and why the others cannot."""
+"""Find the layers that can be prepared for quantization, and the reasons why others cannot."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from kmp.models.quantized import PREPARED
 
 
 def plan_for(model: Any, filter_fn: Callable | None) -> list[tuple[Any, str]]:
-    """Each layer that has weights of its own, with the reason for which it is left alone."""
+    """Each layer that has weights itself, with the reason why it is left alone, if it is."""
     plan: dict[int, tuple[Any, str]] = {}
 
     def visit(layer, outside=""):
@@ -47,10 +47,10 @@ def _unfit(layer: Any) -> str:
 
 
 def not_told_to_train(model: Any, layers: list[Any]) -> list[Any]:
-    """Those of the prepared `layers` that `fit` would call without saying that they train.
+    """Those of the prepared `layers` that `fit` would call without `training=True`.
 
-    What a subclassed model does that keeps `training` to itself; as far as it can be called
-    symbolically.
+    A subclassed model calls its layers so if its `call` does not pass `training` on. A model that
+    cannot be called symbolically is not checked.
     """
     told: dict[int, bool] = {}
     original = FakeQuantized.rounded_inputs
@@ -59,7 +59,7 @@ def not_told_to_train(model: Any, layers: list[Any]) -> list[Any]:
         told[id(layer)] = told.get(id(layer), False) or bool(training)
         return original(layer, inputs, training)
 
-    # Keras's trainer on JAX goes around __call__, which would tell the layers by itself.
+    # Keras's trainer on JAX calls `call`; `__call__` would pass `training` on by itself.
     call = model.call if keras.backend.backend() == "jax" else model
     arguments = {"training": True} if takes_training(model) else {}
     FakeQuantized.rounded_inputs = rounded_inputs  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""One layer at a time: into quantization-aware training, and on to int8. In place."""
+"""Prepare one layer for quantization-aware training, or turn it into int8, in place."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ _KERAS_QUANTIZES = (keras.layers.Dense, keras.layers.EinsumDense)
 
 
 def prepare(layer: Any, settings: dict[str, Any]) -> None:
-    """Let a built layer train with the rounding of int8; its weights stay the variables they are.
+    """Let a built layer train with the rounding of int8; it keeps its variables.
 
     Args:
         layer: of a class in `PREPARED`.
@@ -91,7 +91,7 @@ def _quantize_convolution(layer: Any, config: keras.quantizers.Int8QuantizationC
 
 
 def quantization_of(layer: Any) -> dict[str, Any] | None:
-    """What `quantize_like` makes of a layer, as built by its class, what `layer` is; or None."""
+    """What `quantize_like` needs to make a plain layer like this one; None if this one is plain."""
     if isinstance(layer, FakeQuantized):
         return {"settings": layer.settings()}
     if layer.quantization_mode != "int8" or type(layer) not in QUANTIZED.values():
@@ -100,7 +100,7 @@ def quantization_of(layer: Any) -> dict[str, Any] | None:
 
 
 def quantize_like(layer: Any, quantization: dict[str, Any]) -> None:
-    """Give a built layer the class and the variables of a saved one; their values come later."""
+    """Give a built layer the class and variables of a saved one; Keras loads their values later."""
     if type(layer) not in PREPARED or layer.quantization_mode is not None:
         return  # its own config has brought it back
     if "settings" in quantization:
