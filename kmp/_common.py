@@ -92,10 +92,14 @@ def checked_choice(name: str, value: str, choices: Sequence[str]) -> str:
     return value
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows of equal length, the header first: text to the left, the others to the right."""
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Align the columns of rows of equal length, the header first.
+
+    The first `left` columns are text, to the left; the others are numbers, to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    justify = [str.ljust if i < left else str.rjust for i in range(len(widths))]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        "  ".join(f(x, width) for f, x, width in zip(justify, row, widths, strict=True)).rstrip()
         for row in rows
     )

@@ -24,7 +24,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 # From the ground up; a room may import what stands on a lower floor.
 FLOORS = [
     ["_backend", "_common", "_keras", "summaries"],
-    ["precision", "health"],
+    ["precision", "health", "_calls"],
     ["scaling", "layers"],
     ["models", "callbacks", "debug"],
     ["__init__"],
