@@ -12,7 +12,7 @@ from keras.src.backend.common import masking
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Tree
-from kmp._calls import Call, Recorder, recording
+from kmp._keras.calls import Call, Recorder, recording
 from kmp.precision.trees import is_float
 
 Batch: TypeAlias = tuple[Tree, Tree, Tree]  # x, y and sample_weight

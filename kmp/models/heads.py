@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 
-from kmp._calls import Call, Recorder, recording
 from kmp._keras import is_graph, layers_of, made_by, parts_of, symbolic_outputs
+from kmp._keras.calls import Call, Recorder, recording
 
 
 def called_models(model: Any) -> list[keras.Model]:
