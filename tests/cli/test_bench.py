@@ -38,7 +38,10 @@ def said():
 
 @pytest.fixture(scope="module")
 def results(said):
-    return bench(build, POLICIES, batch_size=8, steps=2, rounds=2, say=said.append)
+    def progress(*what):
+        said.append(what)
+
+    return bench(build, POLICIES, batch_size=8, steps=2, rounds=2, progress=progress)
 
 
 def test_each_policy_is_measured(results, said):
@@ -49,9 +52,12 @@ def test_each_policy_is_measured(results, said):
         assert each.step_ms.low > 0 and each.first_step_s > 0
         assert each.skipped_steps == 0
     assert results[0].speedup == (1.0, 1.0, 1.0)
-    for name in POLICIES:
-        assert any(line.startswith(name) for line in said)
-    assert said[-1] == "round 2 of 2"
+    texts, done, totals = zip(*said, strict=True)
+    assert texts == (
+        *(f"{name}: first step" for name in POLICIES),
+        *("warming up", "round 1 of 2", "round 2 of 2"),
+    )
+    assert done == tuple(range(6)) and set(totals) == {6}
 
 
 def test_the_outputs_are_compared_with_float32(results):
@@ -238,8 +244,8 @@ def measured(monkeypatch, results):
     """What the command asks for, in place of measuring once more."""
     calls = []
 
-    def ask(*arguments, say, **options):
-        say("round 2 of 2")
+    def ask(*arguments, progress, **options):
+        progress("round 2 of 2", 4, 5)
         calls.append((arguments, options))
         return results
 
@@ -253,7 +259,7 @@ def test_the_command_prints_where_it_measured(monkeypatch, capsys, measured):
     assert f"; {BACKEND}; XLA: " in printed.out and f"keras {keras.__version__}" in printed.out
     assert "test_bench:build, batches of 32, 10 interleaved rounds of 20 steps" in printed.out
     assert "mixed_bfloat16" in printed.out
-    assert "bench test_bench:build: round 2 of 2" in printed.err
+    assert "bench test_bench:build: round 2 of 2 (4 of 5 done)" in printed.err
     (((function, policies), options),) = measured
     assert function is build and policies == POLICIES
     assert options == {"batch_size": 32, "steps": 20, "rounds": 10}
