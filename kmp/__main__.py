@@ -1,17 +1,19 @@
 """The command line: `kmp doctor | formats | bench | certify`, or `python -m kmp ...`."""
 
+import importlib
 import sys
 
-import kmp
+from kmp import __version__
 from kmp.cli import options
 
 
 def main() -> None:
     """Run the command that the command line names; exit with its status."""
-    parser = options.parser(kmp.__version__)
+    parser = options.parser(__version__)
     arguments = parser.parse_args()
     try:
-        from kmp.cli.commands import COMMANDS  # imports Keras, which help does without
+        importlib.import_module("kmp._api")  # and with it Keras, which help does without
+        from kmp.cli.commands import COMMANDS
 
         sys.exit(COMMANDS[arguments.command](arguments))
     except options.UsageError as error:

@@ -81,11 +81,3 @@ def test_the_command_prints_the_report():
     assert set(expected) | {"warning"} == set(said) | {"warning"}
     assert {"device", "compute capability", "backend", "XLA will", "advised policy"} <= set(said)
     assert f"{BACKEND}, Keras {keras.__version__}" in done.stdout
-
-
-@pytest.mark.only("tensorflow")
-def test_an_unknown_command_is_answered_by_the_known_ones():
-    done = subprocess.run(
-        [sys.executable, "-m", "kmp", "docter"], env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "doctor" in done.stderr and "formats" in done.stderr
