@@ -34,6 +34,7 @@ if BACKEND == "tensorflow":
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "only(*backends): runs on these backends alone")
+    config.addinivalue_line("markers", "slow: builds, installs, or starts processes of its own")
 
 
 def pytest_unconfigure():
