@@ -1,7 +1,13 @@
 """Checks of what users pass in, with what to write instead; and the table that reports print."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 # Between the smallest normal float32 and its reciprocal, neither S nor 1/S leaves float32.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -63,8 +69,13 @@ def checked_choice(name: str, value: str, choices: Sequence[str]) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Align rows of equal length, the header first: text to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    )
+    grid = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for i in range(len(rows[0])):
+        grid.add_column(justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        grid.add_row(*map(Text, row))  # a plain str would be read as markup
+    width = 2 * sum(cell_len(cell) + 2 for cell in itertools.chain(*rows))  # no line is longer
+    console = Console(width=width, color_system=None, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

@@ -7,7 +7,7 @@ import math
 import keras
 import numpy as np
 import pytest
-from test_bench import command
+from command_line import command
 
 from kmp.cli.certify import PolicyRuns, _difference, certify
 from kmp.cli.equivalence import equivalence
