@@ -1,8 +1,14 @@
 """Checks of what users pass in, with what to write instead; and the table that reports print."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 # Between the smallest normal float32 and its reciprocal, neither S nor 1/S leaves float32.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -97,9 +103,13 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
     The first `left` columns are text, to the left; the others are numbers, to the right.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    justify = [str.ljust if i < left else str.rjust for i in range(len(widths))]
-    return "\n".join(
-        "  ".join(f(x, width) for f, x, width in zip(justify, row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    grid = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for i in range(len(rows[0])):
+        grid.add_column(justify="left" if i < left else "right", no_wrap=True)
+    for row in rows:
+        grid.add_row(*map(Text, row))  # a plain str would be read as markup
+    width = 2 * sum(cell_len(cell) + 2 for cell in itertools.chain(*rows))  # no line is longer
+    console = Console(width=width, color_system=None, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

@@ -34,6 +34,7 @@ if BACKEND == "tensorflow":
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "only(*backends): runs on these backends alone")
+    config.addinivalue_line("markers", "slow: builds, installs, or starts processes of its own")
 
 
 def pytest_unconfigure():
@@ -44,9 +45,13 @@ def pytest_unconfigure():
 
 # Of statistics, files and texts: the same code runs whatever the backend.
 ABOUT_NO_BACKEND = {
+    "test_common.py",
+    "test_costs.py",
     "test_dashboard.py",
     "test_equivalence.py",
     "test_float_formats.py",
+    "test_ledger.py",
+    "test_printing.py",
     "test_spike_detector.py",
     "test_summaries.py",
 }
