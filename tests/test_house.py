@@ -283,3 +283,8 @@ def test_importing_kmp_loads_no_other_backend():
     assert by_kmp == by_keras
     assert set(by_kmp) == {BACKEND, "jax"}
     assert "torch" in at_the_end  # it would have been noticed
+
+
+@pytest.mark.parametrize("page, most", [("README.md", 150), ("CONTRIBUTING.md", 60)])
+def test_pages_that_everybody_reads_are_short(page, most):
+    assert len((ROOT.parent / page).read_text().splitlines()) <= most
