@@ -32,11 +32,6 @@ if BACKEND == "tensorflow":
     )
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "only(*backends): runs on these backends alone")
-    config.addinivalue_line("markers", "slow: builds, installs, or starts processes of its own")
-
-
 def pytest_unconfigure():
     cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
     if cache.endswith(f"kmp-{os.getpid()}"):  # a worker has that of the process that started it
@@ -52,6 +47,7 @@ ABOUT_NO_BACKEND = {
     "test_float_formats.py",
     "test_ledger.py",
     "test_printing.py",
+    "test_house.py",
     "test_spike_detector.py",
     "test_summaries.py",
 }

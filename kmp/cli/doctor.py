@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeAlias
 import keras
 from keras import ops
 
-from kmp import __version__, _backend
+from kmp import _backend
 from kmp._backend.types import Device, DType
-from kmp.precision.casts import HALF_DTYPES, half_dtype
+from kmp.precision.trees import HALF_DTYPES, half_dtype
 
 Times: TypeAlias = dict[DType, float | None]  # seconds of a product; None where there is none
 
@@ -223,7 +223,7 @@ def environment() -> dict[str, str]:
         f"{os.cpu_count()} CPU cores",
         "backend": backend,
         "XLA will": what_xla_will_do(backend, device.platform),
-        "kmp": __version__,
+        "kmp": version_of("kmp"),
         "python": platform.python_version(),
         **{name: version_of(name) for name in ("keras", "numpy", *packages)},
     }

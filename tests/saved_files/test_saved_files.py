@@ -1,6 +1,6 @@
 """Files that kmp 0.1.0 wrote on TensorFlow load on every backend, whatever has moved since.
 
-`saved_files/write.py` made them; each stands beside an .npz with what its model gave and held.
+`write.py` made them; each stands beside an .npz with what its model gave and held.
 """
 
 import pathlib
@@ -11,7 +11,7 @@ import pytest
 from oracle import BACKEND
 from saved_files import models
 
-FOLDER = pathlib.Path(__file__).parent / "saved_files"
+FOLDER = pathlib.Path(__file__).parent
 FILES = sorted(path.stem for path in FOLDER.glob("*.keras"))
 
 # How far another backend's predictions may be from TensorFlow's, relative to the largest of them.
