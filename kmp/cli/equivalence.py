@@ -96,7 +96,7 @@ def student_t() -> Any:
 
     Example:
 
-    >>> round(student_t().ppf(0.95, 4), 3)
+    >>> round(float(student_t().ppf(0.95, 4)), 3)
     2.132
     """
     try:
