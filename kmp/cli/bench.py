@@ -191,7 +191,7 @@ def _repeated(tree: Tree, number: int) -> Tree:
 
 
 def _train_something_else() -> None:
-    """Let the imports and small programs that come with any first step not count for anyone's."""
+    """Train a tiny model, so that imports and small programs do not count for the first policy."""
     model = architectures.mlp(2, [2], 1)
     model.compile("adam", "mse")
     model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0)
@@ -201,8 +201,9 @@ def _train_something_else() -> None:
 def _check(policies: Sequence[str], batch_size: int, steps: int, rounds: int) -> None:
     if "float32" not in policies or len(set(policies)) < len(policies):
         raise UsageError(
-            "`policies` must be different names, float32 among them, which the others are compared "
-            f"with. Received: policies={list(policies)}. Write for example {list(BENCH_POLICIES)}."
+            "`policies` must be different names, with float32 among them: the others are compared "
+            f"with it. Received: policies={list(policies)}. Write for example "
+            f"{list(BENCH_POLICIES)}."
         )
     for name, value, least in (
         ("batch_size", batch_size, 1),
@@ -246,12 +247,12 @@ def bench_table(results: Sequence[BenchResult]) -> str:
 def write_hparams(
     results: Sequence[BenchResult], log_dir: str, settings: dict[str, bool | float | str]
 ) -> None:
-    """Write a run for each policy, whose settings and numbers TensorBoard's tab HParams compares.
+    """Write a run for each policy, so that TensorBoard's tab HParams compares them.
 
     Args:
         results: of `bench`.
-        log_dir: path of a directory; each policy has a directory of its own in it.
-        settings: what was measured, and where.
+        log_dir: path of a directory; each policy gets a directory in it.
+        settings: names and values that describe the measurement, the same for each run.
     """
     for each in results:
         numbers = {

@@ -37,13 +37,13 @@ def load(path: str) -> Callable:
 def build_under(build: Callable[[], tuple], policy: Any, seed: int) -> tuple:
     """Call `build` and put its model under a policy, with the weights that `seed` gives in float32.
 
-    A policy with float32 parameters is what `kmp.to_mixed_precision` converts to. Under any other
-    the model is built anew, and its weights are those of float32, rounded. The loss is scaled under
-    float16 with float32 parameters, by kmp; nowhere else.
+    `kmp.to_mixed_precision` converts to a policy with float32 parameters. Under any other policy
+    the model is built again, with the float32 weights rounded to its dtype. kmp scales the loss
+    under float16 with float32 parameters, and under no other policy.
 
     Args:
-        build: takes nothing and returns a tuple, a compiled model first. Whatever it sets globally
-            (a dtype policy) is put back.
+        build: takes nothing and returns a tuple, a compiled model first. The global dtype policy
+            is restored after it.
         policy: what `kmp.get_policy` takes.
         seed: int, for all random numbers.
 
@@ -63,10 +63,11 @@ def build_under(build: Callable[[], tuple], policy: Any, seed: int) -> tuple:
         keras.config.set_dtype_policy(before)
     is_mixed = policy.param_dtype == "float32"
     scales = is_mixed and policy.compute_dtype == "float16"
-    if not (scales and isinstance(model.optimizer, LossScaleOptimizer)):  # Keras's own, above all
+    # Keras's own LossScaleOptimizer gives way to the optimizer in it.
+    if not (scales and isinstance(model.optimizer, LossScaleOptimizer)):
         model.optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     if is_mixed:
-        to_mixed_precision(model, policy)  # which scales the loss where nobody does
+        to_mixed_precision(model, policy)  # and wraps the optimizer under float16
     return model, *rest
 
 

@@ -36,8 +36,8 @@ class PolicyRuns:
         steps: int, taken in all runs together.
         skipped_steps: int, how many of them kmp skipped.
         result: `Equivalence` to float32; None for float32 itself.
-        counts: bool, whether kmp vouches for the policy. It does not for one that keeps its
-            parameters in half precision, which is shown as a counter-example.
+        counts: bool, whether the policy has float32 parameters. One that keeps them in half
+            precision is shown as a counter-example.
     """
 
     policy: str
@@ -94,7 +94,7 @@ class Certificate:
 
     @property
     def title(self) -> str:
-        """What was trained, how often, and what equal means."""
+        """What was trained, how often, and with which margin."""
         task = self.task
         return (
             f"{task.name}: {task.metric}, {task.seeds} seeds, margin {task.stated_margin}, "
@@ -239,7 +239,7 @@ def _mean_and_deviation(values: Sequence[float]) -> str:
 
 
 def _verdict(runs: PolicyRuns, relative: bool) -> list[str]:
-    """Cells: the difference with its interval, p, and whether that is equivalent."""
+    """Table cells: the difference with its interval, the p-value, and the verdict."""
     result = runs.result
     if result is None:
         return ["", "", ""]

@@ -107,7 +107,7 @@ def _kept(ledger: Ledger, path: str | None) -> Iterator[None]:
         if not len(ledger):
             raise
         if path is None:
-            names = (f"certify-interrupted{n}.jsonl" for n in ("", *map(str, itertools.count(2))))
+            names = (f"certify-interrupted-{n}.jsonl" for n in itertools.count(1))
             path = next(name for name in names if not os.path.exists(name))
             ledger.save(path)
         print(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-ALPHA = 0.05  # how often what is not equivalent may pass for it
+ALPHA = 0.05  # the risk of calling equivalent what is not
 
 
 class Equivalence(NamedTuple):
@@ -15,8 +15,8 @@ class Equivalence(NamedTuple):
         low: float, the lower end of the interval that holds the true mean difference.
         high: float, its upper end.
         margin: float, the largest difference that does not matter.
-        p_value: float, the larger one of the two tests': how likely differences like these would be
-            if the true one were as large as the margin.
+        p_value: float, the larger of the two tests' p-values: the probability of differences like
+            these if the true mean difference were as large as the margin.
         equivalent: bool, whether `p_value` is below 0.05: the interval lies within the margin.
     """
 
@@ -31,19 +31,19 @@ class Equivalence(NamedTuple):
 def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
     """Test whether paired differences are zero up to a margin that was stated beforehand.
 
-    A test that finds no difference proves no equality: with few and noisy runs nothing is ever
-    found. Here the burden is the other way round. Both of these have to be rejected, each by
+    A test that finds no difference does not prove equality: with few and noisy runs it never finds
+    one. Here the burden of proof is reversed. Both of these hypotheses have to be rejected, each by
     Student's t test at 5%:
 
         the true mean difference <= -margin
         the true mean difference >= +margin
 
-    which is so exactly when the 90% confidence interval of the mean lies within the margin.
+    This is the case exactly when the 90% confidence interval of the mean lies within the margin.
 
     Args:
-        differences: `[runs]`, the metric of one way minus that of the other, run by run (same
-            weights to begin with, same data in the same order). One that is not finite makes the
-            two ways not equivalent.
+        differences: `[runs]`, the metric of one way of training minus that of the other, for runs
+            with the same initial weights and the same data in the same order. If one is not finite,
+            the two ways are not equivalent.
         margin: the largest difference that does not matter, in the metric's units.
 
     Returns:
@@ -80,7 +80,7 @@ def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
     variance = math.fsum((d - mean) ** 2 for d in differences) / (runs - 1)
     error = math.sqrt(variance / runs)
     half = error * float(student_t().ppf(1 - ALPHA, runs - 1))
-    distance = margin - abs(mean)  # to the nearer of the two, whose test has the larger p
+    distance = margin - abs(mean)  # to the nearer bound; its test has the larger p-value
     if error > 0:
         p_value = float(student_t().cdf(-distance / error, runs - 1))
     else:
@@ -96,7 +96,7 @@ def student_t() -> Any:
 
     Example:
 
-    >>> round(student_t().ppf(0.95, 4), 3)
+    >>> round(float(student_t().ppf(0.95, 4)), 3)
     2.132
     """
     try:

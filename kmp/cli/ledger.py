@@ -75,8 +75,8 @@ class Ledger:
 
     def add(self, task: Task, policy: str, seed: int, training: Training) -> None:
         """Keep a training that has just finished."""
-        row = {**_row(task, policy, seed), **training._asdict()}
-        row["memory"] = training.memory._asdict()
+        found = {**training._asdict(), "memory": training.memory._asdict()}
+        row = {**_row(task, policy, seed), "training": found}
         self._rows.append(row)
         if self._path:
             with open(self._path, "a", encoding="utf-8") as file:
@@ -132,10 +132,6 @@ def _key(row: dict[str, Any]) -> Hashable:
 
 def _training(row: dict[str, Any]) -> Training:
     """The training of a line; JSON holds NaN and the infinities as strings."""
-    return Training(
-        metric=float(row["metric"]),
-        steps=row["steps"],
-        skipped_steps=row["skipped_steps"],
-        step_ms=row["step_ms"],
-        memory=StepMemory(**row["memory"]),
-    )
+    found = row["training"]
+    memory = StepMemory(**found["memory"])
+    return Training(**{**found, "metric": float(found["metric"]), "memory": memory})

@@ -1,5 +1,6 @@
 """What `python -m kmp bench` measures, and the forms in which it says so."""
 
+import dataclasses
 import json
 import math
 import os
@@ -239,3 +240,96 @@ def test_the_built_in_models(monkeypatch, capsys, measured, quick_weights, name)
 def test_a_wrong_option_is_answered_at_once(monkeypatch, capsys, arguments, message):
     assert command(monkeypatch, "bench", *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--json", "nowhere/numbers.json"], "expected a file that can be written"),
+        (["--json", "."], "expected a file that can be written"),
+        (["--log-dir", "taken"], "expected a directory that can be written to"),
+    ],
+    ids=["no folder", "a folder", "a file"],
+)
+def test_where_to_write_is_tried_before_measuring(
+    monkeypatch, capsys, tmp_path, measured, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    assert command(monkeypatch, "bench", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert measured == []
+
+
+def test_a_file_that_is_there_stays_until_there_are_numbers(monkeypatch, tmp_path, measured):
+    (tmp_path / "old.json").write_text("old")
+    for name in ("old.json", "new.json"):
+        assert command(monkeypatch, "bench", "--json", str(tmp_path / name), "--steps", "0") == 2
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize(
+    "x, y, message",
+    [
+        ([0.0, math.nan], [1.0, 1.0], "x holds 1 numbers that are not finite: clean the data"),
+        ([0.0, 1.0], [math.inf, math.nan], "y holds 2 numbers that are not finite: clean"),
+        ([1e30, 1e30], [1.0, 1.0], "x and y are finite: look at the loss"),
+    ],
+)
+def test_a_loss_of_float32_that_is_not_finite_ends_it(monkeypatch, capsys, x, y, message):
+    def broken():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model, *(np.array(data, "float32")[:, None] for data in (x, y))
+
+    monkeypatch.setattr("kmp.cli.commands.load", lambda name: broken)
+    counts = ["--batch-size", "1", "--steps", "2", "--rounds", "2", "--model", "mine:broken"]
+    assert command(monkeypatch, "bench", *counts) == 2
+    said = capsys.readouterr()
+    assert "bench: error: The loss in float32 must be finite. Received: " in said.err
+    assert message in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [({"final_loss": math.nan}, "final loss"), ({"outputs_finite": False}, "outputs before")],
+)
+def test_a_half_precision_that_is_not_finite_is_said(
+    monkeypatch, capsys, results, measured, change, what
+):
+    full, half, brain = results
+    bad = [full, dataclasses.replace(half, **change), brain]
+    monkeypatch.setattr("kmp.cli.commands.bench", lambda *arguments, **options: bad)
+    assert command(monkeypatch, "bench") == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"NOT FINITE: mixed_float16, {what}")
+    assert "NOT FINITE" not in bench_table(results)
+    assert command(monkeypatch, "bench", "--json", "-") == 1
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert [row["finite"] for row in rows] == [True, False, True]
+
+
+def test_outputs_that_overflow_are_noticed():
+    def large():
+        model, x, y = build()
+        return model, 1e6 * x, y
+
+    full, half = bench(large, POLICIES[:2], batch_size=4, steps=1, rounds=2)
+    assert full.outputs_finite and not half.outputs_finite and not half.finite
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kmp.cli.commands.bench", interrupted)
+    assert command(monkeypatch, "bench") == 130
+
+
+def test_an_error_of_the_users_own_code_keeps_its_traceback(monkeypatch):
+    def broken():
+        raise ValueError("mine")
+
+    monkeypatch.setattr("kmp.cli.commands.load", lambda name: broken)
+    with pytest.raises(ValueError, match="mine"):
+        command(monkeypatch, "bench", "--model", "mine:broken")
