@@ -181,7 +181,7 @@ class FakeQuantizedDense(FakeQuantized, keras.layers.Dense):
 
     >>> layer = FakeQuantizedDense(3, weight_bits=4)
     >>> outputs = layer(ops.ones((2, 5)), training=True)
-    >>> float(layer.input_range), layer.rounded_kernel().shape
+    >>> float(layer.input_range), tuple(layer.rounded_kernel().shape)
     (1.0, (5, 3))
     """
 

@@ -28,7 +28,7 @@ def optimizers_of(model: Any) -> dict[str, keras.optimizers.Optimizer]:
 def _is_default(optimizer: Any) -> bool:
     """Whether an optimizer is as `compile` makes it by default, or Keras has wrapped that one."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if type(optimizer) is not keras.optimizers.RMSprop:
+    if not isinstance(optimizer, keras.optimizers.RMSprop):  # on PyTorch a subclass of it
         return False
     alike = keras.optimizers.RMSprop(name=optimizer.name)
     return optimizer.get_config() == alike.get_config()

@@ -10,6 +10,9 @@ from kmp.models.quantized import quantization_of, quantize_like
 from kmp.precision.policy import Policy, get_policy
 
 
+_ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+
+
 def remember_policies(model: keras.Model) -> None:
     """Let `model` save the policies of its layers, if its own config would lose some.
 
@@ -32,6 +35,9 @@ def _name(policy: keras.DTypePolicy) -> str | None:
 
 
 def _creates_layers(layer: keras.Layer) -> bool:
+    """Whether a class's own code makes layers, whose policies or quantization its config loses."""
+    if isinstance(layer, _ATTENTION):  # which gives its own policy to its projections
+        return any(map(quantization_of, parts_of(layer)))
     kerass_own = type(layer).__module__.partition(".")[0] == "keras"
     return not kerass_own and bool(parts_of(layer))
 

@@ -45,7 +45,15 @@ def subclassed():
     return model
 
 
-MODELS = {"functional": functional, "subclassed": subclassed}
+def attention():
+    """Keras's attention layer makes its projections itself: its config does not list them."""
+    image = keras.Input((6, 6, 2))
+    x = layers.Reshape((6, 12))(image)
+    x = layers.MultiHeadAttention(2, 3, name="attention")(x, x)
+    return keras.Model(image, layers.Dense(3, name="head")(layers.Flatten()(x)))
+
+
+MODELS = {"functional": functional, "subclassed": subclassed, "attention": attention}
 OBSERVER = ("input_range", "observed_batches", "freeze_at")
 
 

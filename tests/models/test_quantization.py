@@ -48,6 +48,14 @@ def test_the_projections_of_attention_are_quantized():
     )
 
 
+def test_keras_still_takes_no_ellipsis_in_int8():
+    """So `quantize_aware` leaves such a layer alone."""
+    model = keras.Sequential([keras.Input((6,)), layers.EinsumDense("...a,ab->...b", 4)])
+    refuses(model, r"Keras's int8 takes no \.\.\. in an equation")
+    with pytest.raises(TypeError):
+        model.layers[0].quantize("int8")
+
+
 def test_int8_dense_layers_are_keras_own():
     model, layer = one_dense()
     fit(model, [1.0, 2.0, 3.0])

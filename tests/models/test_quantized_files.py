@@ -55,7 +55,7 @@ for path in sys.argv[1:]:
 
 @pytest.mark.only("tensorflow")  # files are the same code on all backends
 def test_files_load_in_a_new_process(files):
-    paths = [str(files / f"{name}.keras") for name in ("functional_int8", "subclassed_int8")]
+    paths = [str(files / f"{name}_int8.keras") for name in MODELS]
     environ = processes.environment()
     environ["PYTHONPATH"] += f":{pathlib.Path(__file__).parent}"
     subprocess.run([sys.executable, "-c", LOAD, *paths], check=True, env=environ)
