@@ -15,7 +15,7 @@ from kmp._common import table
 from kmp.cli import architectures as _architectures
 from kmp.cli.building import build_under
 from kmp.cli.costs import Spread, StepMemory, mebibytes, skipped_steps, spread, step_memory
-from kmp.debug.noise import sqnr_of
+from kmp.debug.stats import sqnr_of
 from kmp.summaries import SummaryWriter
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")

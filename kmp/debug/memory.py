@@ -10,10 +10,10 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Tree
 from kmp._common import table, whole_number
-from kmp.debug.arguments import check_model
 from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
-from kmp.debug.replay import call_model, floats, forward
+from kmp.debug.replay import call_model, check_replayable, forward
+from kmp.debug.stats import floats
 
 _HALF = "mixed_bfloat16"  # as many bytes as float16, and computed on every device
 
@@ -110,7 +110,7 @@ def memory_report(model: keras.Model, batch_size: int) -> MemoryReport:
     >>> mixed.parameters, mixed.activations, pure.parameters
     (99840, 16384, 33280)
     """
-    check_model(model, "memory_report", loss=False)
+    check_replayable(model, "memory_report", with_loss=False)
     batch_size = whole_number("batch_size", batch_size, "memory_report")
     inputs = _inputs_of(model, batch_size)
     samples = batch_size if _has_fixed_batch(inputs) else 1
@@ -121,7 +121,7 @@ def memory_report(model: keras.Model, batch_size: int) -> MemoryReport:
         for policy in ("float32", _HALF):
             preserved.restore()
             with under(model, policy):
-                recorder, _ = forward(model, sample, training=True)
+                recorder, *_ = forward(model, (sample, None, None), training=True)
                 leaves = [call for call in recorder.calls if not call.children]
                 # Each once: a cell returns its state twice, an identity what it was given.
                 outputs = {id(x): x for call in leaves for x in floats(call.outputs)}

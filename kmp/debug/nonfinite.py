@@ -3,18 +3,15 @@
 import dataclasses
 
 import keras
-import numpy as np
-from keras import ops
 
-from kmp._backend.types import Tree
+from kmp._backend.types import Tensor, Tree
 from kmp._common import scale_number
-from kmp.debug.arguments import check_model, loss_scale_of
-from kmp.debug.blame import Blame, Cotangents, first_bad_value, is_bad, measure
+from kmp.debug.blame import Blame, Cotangents, first_bad_value, is_in_loss
 from kmp.debug.causes import backward_cause, forward_cause
 from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
-from kmp.debug.replay import Batch, as_batch, backward, forward
-from kmp.debug.stats import TensorStats, tensor_stats
+from kmp.debug.replay import Batch, as_batch, backward, check_replayable, forward, loss_scale_of
+from kmp.debug.stats import TensorStats, has_nonfinite, measure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +141,7 @@ def locate_nonfinite(
       out:   float16[1, 4] on ..., 4 inf
       cause: finite in float32 (largest 1.2e+05): it left float16 (at most 65504). ...
     """
-    check_model(model, "locate_nonfinite", loss=y is not None)
+    check_replayable(model, "locate_nonfinite", with_loss=y is not None)
     if scale is not None:
         scale = scale_number("scale", scale, "locate_nonfinite")
     batch = (as_batch(x), as_batch(y), as_batch(sample_weight))
@@ -169,21 +166,28 @@ def first_blame(
         preserved: what puts the state back before each replay.
     """
     preserved.restore()
-    recorder, outputs = forward(model, batch[0], training=True)
-    blame = None
-    if is_bad(measure(outputs)):
-        blame = first_bad_value(recorder)
-        blame = blame or Blame("forward", None, "model", outputs=measure(outputs))
+    recorder, outputs, loss = forward(model, batch, training=True, with_loss=scale is not None)
+    if has_nonfinite(measure(outputs if loss is None else loss)):
+        calls = recorder.calls
+        if not has_nonfinite(measure(outputs)):  # then the model is not to blame
+            calls = [call for call in calls if is_in_loss(call)]
+        return first_bad_value(calls) or _end(outputs, loss)
     if scale is None:
-        return blame
+        return None
     preserved.restore()
     cotangents = Cotangents()
     keys = {call.key for call in recorder.calls}
     loss, gradients = backward(model, batch, scale, keys, cotangents.record)
-    if np.isfinite(ops.convert_to_numpy(loss)):  # the loss answers what its inputs are on purpose
-        return cotangents.first_bad(gradients, model.trainable_variables)
-    inputs = measure(outputs)
-    return blame or Blame("loss", None, "loss", inputs=inputs, outputs=(tensor_stats(loss),))
+    if has_nonfinite(measure(loss)):
+        return _end(outputs, loss)
+    return cotangents.first_bad(gradients, model.trainable_variables)
+
+
+def _end(outputs: Tree, loss: Tensor | None) -> Blame:
+    """What is left where no call is to blame: the loss, or without one the outputs."""
+    if loss is None:
+        return Blame("forward", None, "model", outputs=measure(outputs))
+    return Blame("loss", None, "loss", inputs=measure(outputs), outputs=measure(loss))
 
 
 def _cause(

@@ -11,13 +11,21 @@ import numpy as np
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tree
+from kmp._calls import Call, Recorder
 from kmp._common import table
-from kmp.debug.arguments import check_model, loss_scale_of
-from kmp.debug.noise import as_float64, sqnr, sqnr_of
 from kmp.debug.policies import Unit, checked_policy, under, units_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import advised_scale, max_abs
-from kmp.debug.replay import Batch, Call, Recorder, as_batch, backward, call_model, floats, forward
+from kmp.debug.replay import (
+    Batch,
+    as_batch,
+    backward,
+    call_model,
+    check_replayable,
+    forward,
+    loss_scale_of,
+)
+from kmp.debug.stats import as_float64, floats, sqnr, sqnr_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,15 +152,15 @@ def compare_precisions(
     >>> [row.dtype for row in report.rows], report.worst(1)
     (['bfloat16', 'bfloat16', 'bfloat16'], ['sequential.../rough'])
     """
-    check_model(model, "compare_precisions", loss=y is not None)
+    check_replayable(model, "compare_precisions", with_loss=y is not None)
     policy = checked_policy(policy)
     batch = (as_batch(x), as_batch(y), None)
     with Preserved(model) as preserved:
         with under(model, "float32"):
-            reference, outputs = forward(model, batch[0], training=False)
+            reference, outputs, _ = forward(model, batch, training=False)
         preserved.restore()
         with _all_under(model, policy):
-            lower, lower_outputs = forward(model, batch[0], training=False)
+            lower, lower_outputs, _ = forward(model, batch, training=False)
         units = {unit.head: unit for unit in units_of(model)}
         alone = {}
         progress = keras.utils.Progbar(len(units), verbose=verbose, unit_name="layer")

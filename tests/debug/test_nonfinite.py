@@ -278,7 +278,6 @@ class Batches(keras.utils.PyDataset):
     [
         (lambda: (keras.Sequential([ones(1, "a")]), X), "must be built"),
         (lambda: (sequential(ones(1, "a")), X, X), "must be compiled"),
-        (lambda: (ones(1, "a"), X), "must be a keras.Model"),
         (lambda: (sequential(ones(1, "a")), Batches()), "one batch, .* Received: Batches. Pass"),
         (lambda: (sequential(ones(1, "a")), iter([X])), "one batch, .* Received: list_iterator"),
         (lambda: (compiled(sequential(ones(1, "a"))), X, X, None, 0.0), "`scale` of locate_nonf"),
@@ -287,6 +286,18 @@ class Batches(keras.utils.PyDataset):
 def test_bad_input_is_told(arguments, message):
     with pytest.raises(ValueError, match=message):
         kmp.debug.locate_nonfinite(*arguments())
+
+
+TOOLS = ("locate_nonfinite", "compare_precisions", "diagnose", "memory_report")
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [getattr(kmp.debug, f) for f in TOOLS],
+)
+def test_what_is_no_model_is_a_type_error(tool):
+    with pytest.raises(TypeError, match=rf"`model` of {tool.__name__} must be a keras.Model\. Rec"):
+        tool(ones(1, "a"), X)
 
 
 def test_the_model_raises_what_it_raises():

@@ -18,7 +18,7 @@ def test_watching_changes_no_gradient(architecture):
     """The gradients of a watched run are those of an unwatched one, bit for bit."""
     model, x, y = make(architecture)
     batch = (_replay.as_batch(x), _replay.as_batch(y), None)
-    recorder, _ = _replay.forward(model, batch[0], training=False)
+    recorder, *_ = _replay.forward(model, batch, training=False)
     seen = []
     ends = [
         _replay.backward(
@@ -56,7 +56,7 @@ def test_masks_ride_on_what_is_watched():
     model = keras.Model(inputs, Around(name="around")(x))
     model.compile("sgd", loss=keras.losses.MeanSquaredError(reduction="sum"))
     batch = (_replay.as_batch(np.array([[1, 0, 0, 0]])), ops.zeros((1, 2)), None)
-    recorder, _ = _replay.forward(model, batch[0], training=True)
+    recorder, *_ = _replay.forward(model, batch, training=True)
     keys = {call.key for call in recorder.calls}
     _, (gradient,) = _replay.backward(model, batch, 1.0, keys, lambda *_: None)
     # d mean(w^2, w^2) / d w for the one word, all of it: 0.25 without a mask.
@@ -81,7 +81,8 @@ def test_other_threads_are_not_looked_at():
 
 def test_calls_know_their_parents_and_times():
     model, x, _ = make("subclassed")
-    recorder, _ = _replay.forward(model, _replay.as_batch(x), training=False)
+    batch = (_replay.as_batch(x), None, None)
+    recorder, *_ = _replay.forward(model, batch, training=False)
     keys = [call.key for call in recorder.calls]
     assert keys[0] == "/subclassed#1"
     assert keys[2:4] == ["/subclassed#1/shared#1", "/subclassed#1/shared#2"]
