@@ -56,7 +56,10 @@ class Diagnosis:
     def __str__(self) -> str:
         name = self.policy.default_policy.name
         kept = f" but for {', '.join(self.float32_layers)}" * bool(self.float32_layers)
-        before = f", {self.sqnr_before:.1f} dB without them" * bool(self.float32_layers)
+        before = ", does not run without them"
+        if not math.isnan(self.sqnr_before):
+            before = f", {self.sqnr_before:.1f} dB without them"
+        before *= bool(self.float32_layers)
         head = (
             f"{name} everywhere{kept}: output SQNR {self.sqnr:.1f} dB (asked for "
             f"{self.target_sqnr:g} dB{before})"

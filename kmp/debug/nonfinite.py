@@ -33,11 +33,11 @@ class NonfiniteReport:
         outputs: statistics of what came out, the first that is not finite.
         variables: paths of the variables whose gradients are not finite.
         cause: what is known about why, in words.
-        scale: the loss scale.
+        loss_scale: what the loss was multiplied with; None if only the forward pass was run.
 
     Example:
 
-    >>> print(NonfiniteReport(scale=1024.0))
+    >>> print(NonfiniteReport(loss_scale=1024.0))
     Every value and every gradient of this batch is finite at loss scale 1024.
     """
 
@@ -51,15 +51,15 @@ class NonfiniteReport:
     outputs: tuple[TensorStats, ...] = ()
     variables: tuple[str, ...] = ()
     cause: str = ""
-    scale: float | None = None
+    loss_scale: float | None = None
 
     def __str__(self) -> str:
         if self.phase is None:
-            if self.scale is None:
+            if self.loss_scale is None:
                 return "Every value of this batch is finite in the forward pass."
             return (
                 "Every value and every gradient of this batch is finite at loss scale "
-                f"{self.scale:g}."
+                f"{self.loss_scale:g}."
             )
         lines = [f"{self.phase.upper()}: {self._what()}"]
         lines += [f"  in:    {s}" for s in self.inputs] + [f"  out:   {s}" for s in self.outputs]
@@ -70,9 +70,10 @@ class NonfiniteReport:
 
     def _what(self) -> str:
         if self.part == "loss":
+            what = "the gradient is not finite where it leaves the loss"
             if self.phase == "loss":
-                return "the outputs are finite, the loss is not"
-            return "the gradient is not finite where it leaves the loss"
+                what = "the outputs are finite, the loss is not"
+            return what + (f": its code {self._places()}" if self._places() else "")
         if self.part == "data":
             return "the batch itself is not finite"
         if self.path is None:
@@ -86,11 +87,14 @@ class NonfiniteReport:
             return f"the reduction to the gradients of the weights of {layer}"
         if self.part == "cast":
             return f"the cast of the inputs of {layer}"
+        if self.part == "code":
+            return f"the code of {layer} itself, {self._places()}"
+        return layer
+
+    def _places(self) -> str:
         places = [f"after {self.after}"] * bool(self.after)
         places += [f"before {self.before}"] * bool(self.before)
-        if self.part == "code":
-            return f"the code of {layer} itself, {' and '.join(places)}"
-        return layer
+        return " and ".join(places)
 
 
 def locate_nonfinite(
@@ -98,7 +102,7 @@ def locate_nonfinite(
     x: Tree,
     y: Tree = None,
     sample_weight: Tree = None,
-    scale: float | None = None,
+    loss_scale: float | None = None,
 ) -> NonfiniteReport:
     """Name the first layer, forward or backward, whose output or gradient leaves the range.
 
@@ -120,13 +124,13 @@ def locate_nonfinite(
         x: one batch, as `fit` takes it: an array or a nested structure of arrays.
         y: its targets; None looks at the forward pass alone.
         sample_weight: its weights, if there are any.
-        scale: the loss scale; by default what the optimizer would multiply the loss with now.
+        loss_scale: by default what the optimizer would multiply the loss with now.
 
     Returns:
         A `NonfiniteReport`; print it.
 
     Raises:
-        ValueError: the model is not built, or not compiled; `scale` cannot be a loss scale.
+        ValueError: the model is not built, or not compiled; `loss_scale` cannot be one.
 
     Example:
 
@@ -142,14 +146,14 @@ def locate_nonfinite(
       cause: finite in float32 (largest 1.2e+05): it left float16 (at most 65504). ...
     """
     check_replayable(model, "locate_nonfinite", with_loss=y is not None)
-    if scale is not None:
-        scale = scale_number("scale", scale, "locate_nonfinite")
+    if loss_scale is not None:
+        loss_scale = scale_number("loss_scale", loss_scale, "locate_nonfinite")
     batch = (as_batch(x), as_batch(y), as_batch(sample_weight))
     with Preserved(model) as preserved:
         if y is None:
             blame = first_blame(model, batch, None, preserved)
             return _report(blame, _cause(model, batch, blame, 1.0, preserved), None)
-        scale = loss_scale_of(model) if scale is None else scale
+        scale = loss_scale_of(model) if loss_scale is None else loss_scale
         blame = first_blame(model, batch, scale, preserved)
         return _report(blame, _cause(model, batch, blame, scale, preserved), scale)
 
@@ -196,6 +200,8 @@ def _cause(
     if blame is None:
         return ""
     if blame.phase == "loss":
+        if blame.after or blame.before:
+            return "the loss is computed in float32, so not a matter of half precision"
         return f"the outputs are finite, and the loss times {scale:g} is not"
     if blame.phase == "forward":
         return forward_cause(blame)
@@ -209,7 +215,7 @@ def _cause(
 
 def _report(blame: Blame | None, cause: str, scale: float | None) -> NonfiniteReport:
     if blame is None:
-        return NonfiniteReport(scale=scale)
+        return NonfiniteReport(loss_scale=scale)
     call = blame.call
     return NonfiniteReport(
         phase=blame.phase,
@@ -222,5 +228,5 @@ def _report(blame: Blame | None, cause: str, scale: float | None) -> NonfiniteRe
         outputs=blame.outputs,
         variables=blame.variables,
         cause=cause,
-        scale=scale,
+        loss_scale=scale,
     )

@@ -97,6 +97,11 @@ class PrecisionReport:
             quality = map(_dB, (row.cumulative_sqnr, row.local_sqnr, row.output_sqnr))
             rows.append([row.path, row.dtype, *sizes, *errors, *quality])
         lines = [f"{self.policy} against float32: output SQNR {_dB(self.output_sqnr)} dB"]
+        if math.isnan(self.output_sqnr):
+            lines = [
+                f"{self.policy} against float32: no output SQNR, because the float32 output holds "
+                "NaN or no finite float"
+            ]
         lines.append(table(rows))
         if self.gradient_sqnr:
             gradients = [[path, _dB(value)] for path, value in self.gradient_sqnr.items()]

@@ -60,11 +60,16 @@ INF, NAN = np.inf, np.nan
         ([0.0], [1.0], -INF),
         ([1.0, 2.0], [1.0, NAN], -INF),
         ([INF, 3.0], [7.0, 3.3], 20.0),
+        ([NAN], [NAN], NAN),
+        ([NAN, 1.0], [NAN, 1.0], NAN),
+        ([1.0, NAN], [1.0, 1.0], NAN),
+        ([-INF, -INF], [-INF, -INF], NAN),
+        ([], [], NAN),
     ],
 )
 def test_known_answers(reference, x, expected):
     found = kmp.debug.sqnr(np.array(reference), np.array(x))
-    assert found == pytest.approx(expected, abs=1e-9)
+    assert found == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
 @pytest.mark.parametrize("dtype, bits", [("float16", 11), ("bfloat16", 8)])
