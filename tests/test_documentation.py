@@ -45,7 +45,7 @@ def with_blocks(language):
 def test_blocks_are_of_a_kind_that_is_tested(name):
     """What a page prints or states as a rule stands in blocks without a language."""
     kinds = {language for language, _ in blocks(PAGES[name])}
-    # The examples of the reference are those of the docstrings, which test_layering.py runs.
+    # The examples of the reference are those of the docstrings, which test_docstrings.py runs.
     assert kinds <= ({"", "pycon"} if name == "docs/api.md" else {"", "python", "bash"})
 
 

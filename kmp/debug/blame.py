@@ -6,7 +6,7 @@ from typing import Any
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Variable
-from kmp._calls import Call
+from kmp._keras.calls import Call
 from kmp.debug.replay import Loss
 from kmp.debug.stats import TensorStats, floats, has_nonfinite, measure, tensor_stats
 

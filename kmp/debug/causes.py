@@ -8,12 +8,12 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Variable
-from kmp._calls import Call
+from kmp._keras.calls import Call
 from kmp.debug.blame import Blame, Cotangents
 from kmp.debug.policies import under
 from kmp.debug.stats import TensorStats, has_nonfinite, measure, tensor_stats
-from kmp.precision.casts import HALF_DTYPES, is_float
 from kmp.precision.float_formats import formats
+from kmp.precision.trees import HALF_DTYPES, is_float
 
 _NOT_PRECISION = (
     "not finite in float32 either, so not a matter of precision. Look for a division by zero, a "

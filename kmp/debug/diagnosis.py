@@ -15,7 +15,7 @@ from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import LayerRange, ranges_of
 from kmp.debug.replay import Batch, Loss, as_batch, call_model, check_replayable
 from kmp.debug.stats import has_nonfinite, measure, sqnr_of
-from kmp.precision.casts import HALF_DTYPES
+from kmp.precision.trees import HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ import numpy as np
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tree
-from kmp._calls import Call, Recorder
 from kmp._common import table
+from kmp._keras.calls import Call, Recorder
 from kmp.debug.policies import Unit, checked_policy, under, units_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import advised_scale, max_abs

@@ -8,9 +8,10 @@ from typing import Any
 import keras
 
 from kmp import _backend
+from kmp._backend.kept_variables import KeptVariables
 from kmp._backend.random_states import RandomStates
 from kmp._keras import layers_of, path_of
-from kmp._keras.state import KeptVariables, fresh_loss, kept_called, kept_losses
+from kmp._keras.state import fresh_loss, kept_called, kept_losses
 
 
 class Preserved:

@@ -9,12 +9,12 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Tree
-from kmp._calls import Call
+from kmp._keras.calls import Call
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import Batch, Loss, backward, forward
 from kmp.debug.stats import as_float64, floats
-from kmp.precision.casts import HALF_DTYPES
 from kmp.precision.float_formats import formats
+from kmp.precision.trees import HALF_DTYPES
 
 LARGEST_SCALE = 2.0**24  # the ceiling of kmp.DynamicLossScale
 

@@ -11,8 +11,8 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Tree
-from kmp._calls import Call, Recorder, recording
 from kmp._keras import check_model, takes_training
+from kmp._keras.calls import Call, Recorder, recording
 from kmp._keras.state import copy_masks
 from kmp.debug.stats import floats, is_float_tensor
 from kmp.scaling.optimizer import LossScaleOptimizer

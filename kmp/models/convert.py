@@ -1,4 +1,4 @@
-"""An existing model in mixed precision: same object, same weights, other dtypes."""
+"""Convert a model that exists to mixed precision: the same object and weights, other dtypes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +15,14 @@ from kmp._keras import (
     own_weights,
     parts_of,
     path_of,
-    replace_optimizer,
     symbolic_outputs,
 )
-from kmp.models.heads import output_layers
+from kmp.models.heads import called_models, output_layers
+from kmp.models.optimizers import scale_losses
 from kmp.models.policies import remember_policies
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
-from kmp.precision.casts import half_dtype
 from kmp.precision.policy import Policy, get_policy
-from kmp.scaling.optimizer import LossScaleOptimizer
+from kmp.precision.trees import half_dtype
 
 
 def to_mixed_precision(
@@ -33,38 +32,42 @@ def to_mixed_precision(
 ) -> ConversionReport:
     """Let the layers of a built model compute in half precision; its weights stay as they are.
 
-    The model is converted in place, wrappers, RNN cells and nested models included. These layers
-    stay in float32, each with its reason in the report:
+    The model is converted in place, including wrapped layers, RNN cells and nested models. These
+    layers stay in float32, and the report gives the reason for each:
 
-    - output layers: the last ones with weights before each output, and what follows them (logits
-      and softmax want float32). If the policy names an output dtype, they compute in that one;
-    - preprocessing layers (`Normalization`, `Rescaling`, augmentation), since raw inputs leave
-      the range of half precision;
-    - layers with an activity regularizer, which Keras sums up in half precision;
-    - what `filter_fn` excludes, with all that is inside.
+    - output layers: the last layers with weights before each output, and all layers after them,
+      because logits and softmax need float32. If the policy names an output dtype, they compute in
+      that dtype;
+    - preprocessing layers (`Normalization`, `Rescaling`, augmentation), because raw inputs may be
+      beyond the range of half precision;
+    - layers with an activity regularizer, because Keras sums it in half precision;
+    - layers that `filter_fn` excludes, with all layers inside them.
 
-    A compiled model stays compiled. Under float16 its optimizer, with its state, is wrapped in
-    loss scaling, unless it scales the loss already. Functions that Keras has compiled are dropped.
-    Saved files come back with the same policies; where layers are created by code of your own,
-    `import kmp` has to come before loading.
+    A compiled model stays compiled. Under float16 its optimizer is wrapped in loss scaling, with
+    its state, unless it scales the loss already; other optimizers that the model holds, such as
+    those of a GAN, are named in the report. Functions that Keras has compiled are dropped.
 
-    Converting once more, to another policy or back to `"float32"`, works the same way.
+    The converted model is called once with symbolic inputs, so that an error shows now. The report
+    says so if Keras cannot do that. A model without `call` is converted and tried by its parts.
+
+    Saved files keep the policies. If your own code creates layers, `import kmp` before loading.
+    A converted model can be converted again, to another policy or back to `"float32"`.
 
     Args:
         model: built `keras.Model`: Sequential, Functional or subclassed.
         policy: what `kmp.get_policy` takes, with float32 parameters; `"mixed_"` +
             `kmp.half_dtype()` if left out; `"autocast"` for a model that follows `kmp.autocast`;
             or a `DTypePolicyMap` with entries in float32, such as that of `kmp.debug.diagnose`.
-        filter_fn: called with each layer and its path; those for which it returns False stay in
-            float32.
+        filter_fn: called with each layer and its path; a layer stays in float32 if it returns
+            False.
 
     Returns:
         `ConversionReport`, one row a layer; the model is the same object.
 
     Raises:
         TypeError: if `model` is no Keras model.
-        ValueError: if the model is not built, has quantized layers or parameters of another
-            dtype than the policy's, or cannot be called any more. Nothing is converted then.
+        ValueError: if the model is not built, has quantized layers, has parameters of another
+            dtype than the policy's, or could not be called any more. Nothing is converted then.
 
     Example:
 
@@ -85,35 +88,51 @@ def to_mixed_precision(
     policy = get_policy(f"mixed_{half_dtype()}" if policy is None else policy)
     _check(model, policy)
     plan = _plan(model, policy, filters)
+    before = {id(layer): layer.dtype_policy for layer in layers_of(model)}
+    untried = _give_policies(model, policy, plan)
+    forget_functions(model)
+    remember_policies(model)
+    rows = [
+        LayerConversion(
+            path_of(layer),
+            type(layer).__name__,
+            policy_word(before[id(layer)]),
+            policy_word(new),
+            why,
+        )
+        for layer, new, why in plan
+    ]
+    return ConversionReport(tuple(rows), scale_losses(model, policy), untried)
+
+
+def _give_policies(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any, str]]) -> str:
+    """Give each layer its policy, and call the model symbolically; say if that is impossible.
+
+    Raises:
+        ValueError: if the model cannot be called any more. Its policies are as before then.
+    """
     before = [(layer, layer.dtype_policy) for layer in layers_of(model)]
-    callable_before = symbolic_outputs(model) is not None
+    called = called_models(model)
+    callable_before = [each for each in called if symbolic_outputs(each) is not None]
     try:
         for layer, new, _ in plan:
             give_policy(layer, new)
-        if callable_before and symbolic_outputs(model) is None:
+        if any(symbolic_outputs(each) is None for each in callable_before):
             raise ValueError(
-                f"{model.name!r} cannot be called in {policy}: one of its layers combines dtypes "
-                "that do not go together. Nothing was converted. Exclude that layer, for example "
+                f"{model.name!r} cannot be called in {policy}: one of its layers mixes dtypes that "
+                "do not go together. Nothing was converted. Exclude that layer, for example "
                 "with filter_fn=lambda layer, path: layer.name != 'its_name'."
             )
     except Exception:
         for layer, old in before:
             give_policy(layer, old)
         raise
-    forget_functions(model)
-    remember_policies(model)
-    olds = {id(layer): old for layer, old in before}
-    rows = [
-        LayerConversion(
-            path_of(layer),
-            type(layer).__name__,
-            policy_word(olds[id(layer)]),
-            policy_word(new),
-            why,
-        )
-        for layer, new, why in plan
-    ]
-    return ConversionReport(tuple(rows), _scale_losses(model, policy))
+    if called and len(callable_before) == len(called):
+        return ""
+    return (
+        f"{model.name!r} was not tried in {policy}, because Keras cannot call it without data. "
+        "Call it on a batch: if it raises, one of its layers mixes dtypes that do not go together."
+    )
 
 
 def _check(model: Any, policy: Policy) -> None:
@@ -136,13 +155,13 @@ def _check(model: Any, policy: Policy) -> None:
 
 
 def _converted_by(policy_map: Any) -> Callable[[keras.Layer, str], bool]:
-    """A `filter_fn` that excludes what a map gives another policy than its default."""
+    """A `filter_fn` that excludes the layers that a map keeps in float32."""
 
     def filter_fn(layer, path):
         policy = get_policy(policy_map[path])
         if policy not in (Policy("float32"), get_policy(policy_map.default_policy)):
             raise ValueError(
-                "A map's entries are float32, or its default. Received: "
+                "The entries of a map must be float32 or its default. Received: "
                 f"{policy_map.default_policy.name!r} by default and {str(policy)!r} for {path!r}. "
                 "Nothing was converted. Convert to one half precision at a time."
             )
@@ -154,7 +173,7 @@ def _converted_by(policy_map: Any) -> Callable[[keras.Layer, str], bool]:
 def _plan(
     model: Any, policy: Policy, filters: list[tuple[Callable, str]]
 ) -> list[tuple[keras.Layer, Any, str]]:
-    """Each layer with the policy that it is to have and the reason if that is not `policy`."""
+    """Each layer, the policy that it will have, and the reason if that is not `policy`."""
     heads = {id(layer) for layer in output_layers(model)}
     keep = Policy("float32")
     outputs = Policy(policy.param_dtype, policy.output_dtype) if policy.has_output_dtype else keep
@@ -193,18 +212,3 @@ def _plan(
 
     visit(model)
     return list(plan.values())
-
-
-def _scale_losses(model: Any, policy: Policy) -> str:
-    """Wrap the optimizer of a compiled model where float16 needs it; say so."""
-    optimizer = getattr(model, "optimizer", None)
-    half = half_dtype() if policy.adapts else policy.compute_dtype
-    if optimizer is None or half != "float16":
-        return ""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
-        return ""
-    scaled = LossScaleOptimizer(optimizer)
-    if optimizer.built:
-        scaled.build(model.trainable_variables)
-    replace_optimizer(model, scaled)
-    return f"{type(optimizer).__name__} was wrapped in kmp.LossScaleOptimizer, with its state."

@@ -5,16 +5,24 @@ from typing import Any
 
 import keras
 
-from kmp._calls import Call, Recorder, recording
 from kmp._keras import is_graph, layers_of, made_by, parts_of, symbolic_outputs
+from kmp._keras.calls import Call, Recorder, recording
+
+
+def called_models(model: Any) -> list[keras.Model]:
+    """The model, or the models inside it if it has no `call` and its train step calls these."""
+    if type(model).call is not keras.Model.call:
+        return [model]
+    return [part for part in parts_of(model) if isinstance(part, keras.Model)]
 
 
 def output_layers(model: Any) -> list[keras.Layer]:
     """The last layers with weights on the way to each output, and all layers after them.
 
-    A softmax behind a Dense layer is worth as much as the logits that it gets, so both count. In
-    Functional and Sequential models the graph tells; other models are called once with symbolic
-    inputs; if that cannot be done, the last layer with weights in order of creation counts.
+    A softmax in float32 is of no use behind logits in half precision, so both count. Functional and
+    Sequential models are read as graphs; other models are called once with symbolic inputs. A model
+    without `call`, as of a GAN, has the output layers of the models inside it. If none of this is
+    possible, the layer with weights that was created last counts.
     """
     if is_graph(model):
         found: dict[int, Any] = {}
@@ -24,6 +32,9 @@ def output_layers(model: Any) -> list[keras.Layer]:
     calls = _recorded_calls(model)
     if calls is not None:
         return _walk_calls(*calls)
+    inner = [each for each in called_models(model) if each is not model]
+    if inner:
+        return [layer for each in inner for layer in output_layers(each)]
     leaves = [layer for layer in layers_of(model)[1:] if not parts_of(layer) and layer.weights]
     return leaves[-1:]
 

@@ -1,4 +1,4 @@
-"""One layer at a time: into quantization-aware training, and on to int8. In place."""
+"""Prepare one layer for quantization-aware training, or turn it into int8, in place."""
 
 from typing import Any
 
@@ -13,20 +13,25 @@ from kmp.models.range_quantizer import RangeQuantizer, levels_of
 
 PREPARED: dict[Any, Any] = {
     keras.layers.Dense: fake.FakeQuantizedDense,
+    keras.layers.EinsumDense: fake.FakeQuantizedEinsumDense,
     keras.layers.Conv1D: fake.FakeQuantizedConv1D,
     keras.layers.Conv2D: fake.FakeQuantizedConv2D,
     keras.layers.Conv3D: fake.FakeQuantizedConv3D,
 }
 QUANTIZED: dict[Any, Any] = {
     fake.FakeQuantizedDense: keras.layers.Dense,
+    fake.FakeQuantizedEinsumDense: keras.layers.EinsumDense,
     fake.FakeQuantizedConv1D: int8.Int8Conv1D,
     fake.FakeQuantizedConv2D: int8.Int8Conv2D,
     fake.FakeQuantizedConv3D: int8.Int8Conv3D,
 }
 
 
+_KERAS_QUANTIZES = (keras.layers.Dense, keras.layers.EinsumDense)
+
+
 def prepare(layer: Any, settings: dict[str, Any]) -> None:
-    """Let a built layer train with the rounding of int8; its weights stay the variables they are.
+    """Let a built layer train with the rounding of int8; it keeps its variables.
 
     Args:
         layer: of a class in `PREPARED`.
@@ -47,12 +52,13 @@ def undo(layer: Any) -> None:
 def quantize(layer: Any) -> None:
     """Turn a prepared layer into its int8 twin, which computes in float32 otherwise.
 
-    Keras's own `Dense`, quantized by Keras; of a convolution the class in `QUANTIZED`.
+    Keras quantizes its own `Dense` and `EinsumDense`; a convolution takes its class in `QUANTIZED`.
     """
     inputs = RangeQuantizer(_number(layer.input_range), layer.activation_bits)
     levels = levels_of(layer.weight_bits)
-    axes = tuple(range(len(layer.kernel.shape) - 1))
-    weights = keras.quantizers.AbsMaxQuantizer(axis=axes, value_range=(-levels, levels))
+    weights = keras.quantizers.AbsMaxQuantizer(
+        axis=layer.summed_axes, value_range=(-levels, levels)
+    )
     _drop_observer(layer)
     take_class(layer, QUANTIZED[type(layer)])
     _quantize(layer, keras.quantizers.Int8QuantizationConfig(weights, inputs))
@@ -67,8 +73,8 @@ def _drop_observer(layer: Any) -> None:
 def _quantize(layer: Any, config: keras.quantizers.Int8QuantizationConfig) -> None:
     layer.dtype_policy = keras.DTypePolicy("float32")
     with unlocked(layer):
-        if type(layer) is keras.layers.Dense:
-            keras.layers.Dense.quantize(layer, "int8", config=config)
+        if type(layer) in _KERAS_QUANTIZES:
+            type(layer).quantize(layer, "int8", config=config)
         else:
             _quantize_convolution(layer, config)
 
@@ -85,7 +91,7 @@ def _quantize_convolution(layer: Any, config: keras.quantizers.Int8QuantizationC
 
 
 def quantization_of(layer: Any) -> dict[str, Any] | None:
-    """What `quantize_like` makes of a layer, as built by its class, what `layer` is; or None."""
+    """What `quantize_like` needs to make a plain layer like this one; None if this one is plain."""
     if isinstance(layer, FakeQuantized):
         return {"settings": layer.settings()}
     if layer.quantization_mode != "int8" or type(layer) not in QUANTIZED.values():
@@ -94,13 +100,13 @@ def quantization_of(layer: Any) -> dict[str, Any] | None:
 
 
 def quantize_like(layer: Any, quantization: dict[str, Any]) -> None:
-    """Give a built layer the class and the variables of a saved one; their values come later."""
+    """Give a built layer the class and variables of a saved one; Keras loads their values later."""
     if type(layer) not in PREPARED or layer.quantization_mode is not None:
         return  # its own config has brought it back
     if "settings" in quantization:
         prepare(layer, quantization["settings"])
         return
-    if type(layer) is not keras.layers.Dense:
+    if type(layer) not in _KERAS_QUANTIZES:
         take_class(layer, QUANTIZED[PREPARED[type(layer)]])
     _quantize(layer, keras.saving.deserialize_keras_object(quantization["config"]))
 
