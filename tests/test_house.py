@@ -163,17 +163,6 @@ OUTSIDE = {
     "callbacks/loss_tracker.py": {"_iterations", "_loss_tracker"},
     "callbacks/sweep.py": {"_iterations"},
     "callbacks/train_step.py": {"_flatten_layers", "_loss_tracker", "_non_trainable_variables"},
-    "debug/policies.py": {"_dtype_policy", "_flatten_layers"},
-    "debug/preserved.py": {
-        "_called",
-        "_direct_assign",
-        "_loss_ids",
-        "_losses",
-        "_user_loss",
-        "_user_loss_weights",
-        "_value",
-    },
-    "debug/replay.py": {"_call_has_training_arg", "keras.src"},
 }
 
 

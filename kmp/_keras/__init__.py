@@ -1,6 +1,6 @@
 """The private parts of Keras that kmp needs, each behind a function that names them.
 
-Only this file and `_backend/` may import `keras.src` or read an attribute of a Keras object that
+Only this package and `_backend/` may import `keras.src` or read an attribute of a Keras object that
 begins with an underscore. Checked with Keras 3.15.1.
 """
 

@@ -9,7 +9,7 @@ for layers: subclassed, nested and shared layers all pass through these two.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias
 
 import keras
@@ -58,23 +58,28 @@ class Recorder:
     """Holds the calls that `recording` sees.
 
     Args:
-        watch: called as `watch(recorder, call, role, tree)` with the inputs (role `"input"`) and
-            outputs (`"output"`) of each call; what it returns takes their place.
+        watch: called as `watch(time, call, role, tree)` with the inputs (role `"input"`) and
+            outputs (`"output"`) of each watched call; what it returns takes their place.
+        keys: `Call.key` of the calls that are watched.
 
     Attributes:
         calls: list of `Call`, in the order in which they began.
         clock: int, the time: how often something was seen.
     """
 
-    def __init__(self, watch: Callable[["Recorder", Call, str, Tree], Tree] | None = None):
+    def __init__(
+        self,
+        watch: Callable[[int, Call, str, Tree], Tree] | None = None,
+        keys: Collection[str] = (),
+    ):
         self.calls: list[Call] = []
         self.clock = 0
-        self._watch = watch
+        self._watch, self._keys = watch, keys
         self._stack: list[Call] = []
         self._counts: dict[tuple[int, str], int] = {}
         self._thread = threading.get_ident()
 
-    def tick(self) -> int:
+    def _tick(self) -> int:
         """Advance the clock and return the time."""
         self.clock += 1
         return self.clock
@@ -86,7 +91,7 @@ class Recorder:
         self._counts[place] = self._counts.get(place, 0) + 1
         above = parent.key if parent else ""
         key = f"{above}/{layer.name}#{self._counts[place]}"
-        call = Call(layer, parent, key, passed, span=[self.tick()])
+        call = Call(layer, parent, key, passed, span=[self._tick()])
         if parent is not None:
             parent.children.append(call)
         self._stack.append(call)
@@ -94,7 +99,7 @@ class Recorder:
 
     def end(self) -> None:
         """Note that the innermost call ends."""
-        self._stack.pop().span.append(self.tick())
+        self._stack.pop().span.append(self._tick())
 
     def is_on(self) -> bool:
         """Whether this is the recorded thread: other threads call models of their own."""
@@ -113,7 +118,10 @@ class Recorder:
         return call.outputs
 
     def _seen(self, call: Call, role: str, tree: Tree) -> Tree:
-        return tree if self._watch is None else self._watch(self, call, role, tree)
+        time = self._tick()
+        if self._watch is None or call.key not in self._keys:
+            return tree
+        return self._watch(time, call, role, tree)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from kmp.cli import architectures
 from kmp.cli.costs import Spread, StepMemory, mebibytes, spread
 from kmp.cli.options import BENCH_POLICIES, UsageError
 from kmp.cli.runs import Run
-from kmp.debug.noise import sqnr_of
+from kmp.debug.stats import sqnr_of
 from kmp.summaries import SummaryWriter
 
 

@@ -1,5 +1,7 @@
-"""One eager replay of a batch, in which each call of a layer is seen from outside."""
+"""One eager replay of a batch, forward or backward, in which each call of a layer is recorded."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -7,45 +9,95 @@ import keras
 import numpy as np
 from keras import ops
 
-# Masks ride on tensors; Keras has no public way to read them.
-from keras.src.backend.common import masking
-
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Tree
+from kmp._keras import check_model, takes_training
 from kmp._keras.calls import Call, Recorder, recording
-from kmp.precision.trees import is_float
+from kmp._keras.state import copy_masks
+from kmp.debug.stats import floats, is_float_tensor
+from kmp.scaling.optimizer import LossScaleOptimizer
 
 Batch: TypeAlias = tuple[Tree, Tree, Tree]  # x, y and sample_weight
 
 
-def floats(tree: Tree) -> list[Tensor]:
-    """The float tensors of a structure that hold numbers, which no tracer does."""
-    return [x for x in keras.tree.flatten(tree) if _is_watched(x)]
+def check_replayable(model: Any, tool: str, with_loss: bool) -> None:
+    """Check that a batch can be replayed without changing the model.
+
+    Raises:
+        TypeError: `model` is no Keras model.
+        ValueError: it is not built, has no `call`, or is not compiled although a loss is needed.
+    """
+    check_model(model, tool)
+    if type(model).call is keras.Model.call:
+        part = next((n for n, v in vars(model).items() if isinstance(v, keras.Model)), "part")
+        raise ValueError(
+            f"`model` of {tool} must have a `call`, which is what is replayed. Received: "
+            f"{type(model).__name__} {model.name!r} without one: its train_step calls its parts. "
+            f"Write kmp.debug.{tool}(model.{part}, ...) for one part at a time, or give the class "
+            "a `call`."
+        )
+    if not model.built:
+        raise ValueError(
+            f"`model` of {tool} must be built, because the tools change nothing. Received: "
+            f"{type(model).__name__} {model.name!r}, which was never called. Call model(x) once "
+            "before."
+        )
+    if with_loss and not model.compiled:
+        raise ValueError(
+            f"`model` of {tool} must be compiled, because y was passed and needs its loss. "
+            f"Received: {model.name!r}, not compiled. Call model.compile(...) first, or leave y "
+            "out to look at the forward pass alone."
+        )
 
 
-def _is_watched(x: Any) -> bool:
-    return (
-        x is not None
-        and not isinstance(x, (float, keras.KerasTensor))
-        and is_float(x)
-        and hasattr(x, "shape")
-    )
+class Loss(keras.Operation):
+    """`model.compute_loss` as an operation: a recorder sees it, and the layers that it calls."""
+
+    def __init__(self, model: Any):
+        super().__init__(name="compute_loss")
+        self.model = model
+
+    def call(
+        self, x: Tree, y: Tree, y_pred: Tree, sample_weight: Tree = None, training: bool = True
+    ) -> Tensor:
+        """Compute the loss as the trainer does: `training` goes only to a method that takes it."""
+        function = self.model.compute_loss
+        if "training" in inspect.signature(function).parameters:
+            return function(x, y, y_pred, sample_weight, training=training)
+        return function(x, y, y_pred, sample_weight)
 
 
-def forward(model: keras.Model, x: Tree, training: bool) -> tuple[Recorder, Tree]:
-    """Run the model once; return the calls whose tensors held numbers, and the outputs."""
-    recorder = Recorder()
+def call_model(model: Any, x: Tree, training: bool) -> Tree:
+    """Call the model as the trainer does: `training` goes only to a model that takes it."""
+    return model(x, training=training) if takes_training(model) else model(x)
+
+
+def forward(
+    model: keras.Model, batch: Batch, training: bool, with_loss: bool = False
+) -> tuple[Recorder, Tree, Tensor]:
+    """Run the model once, and its loss if asked to.
+
+    Returns:
+        The recorder, with those calls alone whose tensors hold numbers; the outputs; and the loss,
+        None without one.
+    """
+    x, y, sample_weight = batch
+    recorder, loss = Recorder(), None
     with recording(recorder):
         outputs = call_model(model, x, training)
+        if with_loss:
+            loss = Loss(model)(x, y, outputs, sample_weight, training=training)
     recorder.calls = [call for call in recorder.calls if _holds_numbers(call)]
+    recorded = {id(call) for call in recorder.calls}
     for call in recorder.calls:
-        call.children = [child for child in call.children if _holds_numbers(child)]
-    return recorder, outputs
+        call.children = [child for child in call.children if id(child) in recorded]
+    return recorder, outputs, loss
 
 
 def _holds_numbers(call: Call) -> bool:
-    tensors = [*floats(call.received), *floats(call.outputs)]
-    return call.received is not None and all(_backend.is_concrete(x) for x in tensors)
+    """Whether nothing that the call got or gave is a tracer of a compiled function."""
+    tensors = floats((call.received, call.outputs))
+    return call.received is not None and all(map(_backend.is_concrete, tensors))
 
 
 def backward(
@@ -73,37 +125,37 @@ def backward(
     """
     x, y, sample_weight = batch
 
-    def watch(recorder, call, role, tree):
-        time = recorder.tick()
-        if call.key not in keys:
+    def watch(time: int, call: Call, role: str, tree: Tree) -> Tree:
+        if isinstance(call.layer, Loss) and role == "output":
             return tree
+        tensors, note = floats(tree), functools.partial(record, time, call, role)
+        copies = [_backend.watch_gradient(x, note) for x in tensors]
+        copy_masks(tensors, copies)
+        copy_of = dict(zip(map(id, tensors), copies, strict=True))
+        leaves = [copy_of.get(id(x), x) for x in keras.tree.flatten(tree)]
+        return keras.tree.pack_sequence_as(tree, leaves)
 
-        def one(tensor):
-            if not _is_watched(tensor):
-                return tensor
-            watched = _backend.watch_gradient(tensor, lambda g: record(time, call, role, g))
-            if watched is not tensor and masking.get_keras_mask(tensor) is not None:
-                masking.set_keras_mask(watched, masking.get_keras_mask(tensor))
-            return watched
-
-        return keras.tree.map_structure(one, tree)
-
-    def loss():
-        with recording(Recorder(watch)):
+    def loss() -> Tensor:
+        with recording(Recorder(watch, keys)):
             y_pred = call_model(model, x, training)
-        value = model.compute_loss(
-            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
-        )
+            value = Loss(model)(x, y, y_pred, sample_weight, training=training)
         return ops.multiply(ops.cast(value, "float32"), scale)
 
     return _backend.gradients(loss, model.trainable_variables)
 
 
-def call_model(model: keras.Model, x: Tree, training: bool) -> Tree:
-    """Call as the trainer does, which passes `training` only to a model that takes it."""
-    if model._call_has_training_arg:
-        return model(x, training=training)
-    return model(x)
+def loss_scale_of(model: Any) -> float:
+    """What the model's optimizer multiplies the loss with now; 1 without an optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return 1.0
+    if not isinstance(optimizer, LossScaleOptimizer):
+        scale = optimizer.scale_loss(ops.ones(()))
+    elif optimizer.built:  # its `scale_loss` would note that the loss is scaled
+        scale = optimizer.scale_variable
+    else:
+        scale = optimizer.loss_scale.init().scale
+    return float(ops.convert_to_numpy(scale))
 
 
 def as_batch(tree: Tree) -> Tree:
@@ -121,7 +173,7 @@ def as_batch(tree: Tree) -> Tree:
                 "The data must be one batch, of arrays in any structure. Received: "
                 f"{type(x).__name__}. Pass the arrays of one of its batches."
             )
-        dtype = keras.config.floatx() if is_float(x) else None
-        return ops.convert_to_tensor(x, dtype)
+        is_float = isinstance(x, float) or is_float_tensor(x)
+        return ops.convert_to_tensor(x, keras.config.floatx() if is_float else None)
 
     return keras.tree.map_structure(one, tree)

@@ -1,10 +1,12 @@
 """What is lost at the ends of the formats, against what the backends' own casts do."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from keras import ops
 
-from kmp.debug.shares import shares
+import kmp
 from kmp.precision.float_formats import formats
 
 NUMBERS = {
@@ -35,12 +37,20 @@ def test_shares_are_what_a_cast_does(dtype):
     lost = cast[present] == 0
     degraded = ~lost & (np.abs(cast[present]) < limits.smallest_normal)
     expected = overflow.mean(), lost.mean(), degraded.mean()
-    assert shares(values, dtype) == pytest.approx(expected, abs=1e-12)
+    found = dataclasses.astuple(kmp.debug.Share.of(values, dtype))
+    assert found == pytest.approx(expected, abs=1e-12)
     assert overflow.any()
 
 
-def test_the_scale_counts():
-    assert shares(np.array([1e-8], "float32"), "float16") == (0.0, 1.0, 0.0)
-    assert shares(np.array([1e-8], "float32"), "float16", 1024.0) == (0.0, 0.0, 1.0)
-    assert shares(np.array([1e-8], "float32"), "float16", 2.0**20) == (0.0, 0.0, 0.0)
-    assert shares(np.zeros(3, "float32"), "float16") == (0.0, 0.0, 0.0)
+@pytest.mark.parametrize(
+    "value, scale, expected",
+    [
+        (1e-8, 1.0, (0.0, 1.0, 0.0)),
+        (1e-8, 1024.0, (0.0, 0.0, 1.0)),
+        (1e-8, 2.0**20, (0.0, 0.0, 0.0)),
+        (0.0, 1.0, (0.0, 0.0, 0.0)),
+    ],
+)
+def test_the_scale_counts(value, scale, expected):
+    found = kmp.debug.Share.of(np.full(3, value, "float32"), "float16", scale)
+    assert dataclasses.astuple(found) == expected
