@@ -40,9 +40,13 @@ def pytest_unconfigure():
 
 # Of statistics, files and texts: the same code runs whatever the backend.
 ABOUT_NO_BACKEND = {
+    "test_common.py",
+    "test_costs.py",
     "test_dashboard.py",
     "test_equivalence.py",
     "test_float_formats.py",
+    "test_ledger.py",
+    "test_printing.py",
     "test_house.py",
     "test_spike_detector.py",
     "test_summaries.py",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kmp.health import transfer as _reading
+from kmp.health import report as _reading
 from kmp.health.report import GradientReport
 from kmp.scaling.optimizer import LossScaleOptimizer
 

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from kmp import _backend
 from kmp._common import whole_number
 from kmp._keras import layers_of
 from kmp.callbacks.cadence import Cadence, read_report, require_measuring_optimizer
@@ -50,7 +51,8 @@ class GradientHealth(keras.callbacks.Callback):
     BatchNormalization included, stay bit-equal (under `tf.distribute` they do not).
 
     Args:
-        log_dir: directory for TensorBoard's event files, or None for none. Needs no TensorFlow.
+        log_dir: directory for TensorBoard's event files, or None for none. Needs no TensorFlow. Of
+            several processes that train one model together the first alone writes.
         update_freq: int >= 1, training steps between two looks, whatever `steps_per_execution` is.
         min_grad_norm: float, the l2 norm below which a variable's gradient is reported as
             vanishing; in true units.
@@ -156,7 +158,7 @@ class GradientHealth(keras.callbacks.Callback):
         if report and report.step:
             self._past.append(report)  # what happened before is not this run's
         self._warn_of_unscaled_float16()
-        if self.log_dir is not None:
+        if self.log_dir is not None and _backend.writes_logs(self._model):
             self._dashboard = Dashboard(self.log_dir, report)
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -11,7 +11,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Variable
-from kmp.health.transfer import transfer
+from kmp.health.report import transfer
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 RECENT = 128  # losses that stay readable: far more than between two looks at the usual cadence

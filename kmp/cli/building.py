@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from kmp.cli.options import UsageError
 from kmp.models.convert import to_mixed_precision
 from kmp.precision.policy import Policy, get_policy, set_policy
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -15,18 +16,18 @@ def load(path: str) -> Callable:
     """Import the function that `module:function` names.
 
     Raises:
-        ValueError: there is no such module, or no such function in it.
+        UsageError: there is no such module, or no such function in it.
     """
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name, None) if name else None
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise UsageError(
             f"{path!r} cannot be imported: {error}. Run the command in the directory that holds "
             "the module, or set PYTHONPATH."
         ) from error
     if not callable(function):
-        raise ValueError(
+        raise UsageError(
             "A model is named by a module and a function in it that builds the model. Received: "
             f"{path!r}. Write for example my_package.train:build."
         )
@@ -75,13 +76,13 @@ def _build(build: Callable[[], tuple], policy: Policy, seed: int) -> tuple:
     built = build()
     model: Any = built[0] if isinstance(built, tuple) and built else built
     if not isinstance(built, tuple) or not isinstance(model, keras.Model):
-        raise ValueError(
+        raise UsageError(
             "The function that builds must return a tuple, a Keras model first and then its data. "
             f"Received: {type(built).__name__} from {getattr(build, '__name__', build)}. Write for "
             "example return model, x, y."
         )
     if not model.compiled:
-        raise ValueError(
+        raise UsageError(
             f"The model that is built must be compiled. Received: {model.name!r}, which is not. "
             "Call model.compile(optimizer, loss) before returning it."
         )

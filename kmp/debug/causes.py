@@ -12,8 +12,8 @@ from kmp.debug.blame import Blame, Cotangents, is_bad, measure
 from kmp.debug.policies import under
 from kmp.debug.replay import Call
 from kmp.debug.stats import TensorStats, tensor_stats
-from kmp.precision.casts import HALF_DTYPES, is_float
 from kmp.precision.float_formats import formats
+from kmp.precision.trees import HALF_DTYPES, is_float
 
 _NOT_PRECISION = (
     "not finite in float32 either, so not a matter of precision. Look for a division by zero, a "

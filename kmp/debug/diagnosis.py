@@ -16,8 +16,7 @@ from kmp.debug.precisions import output_sqnr, quality_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import LayerRange, ranges_of
 from kmp.debug.replay import Batch, as_batch, call_model, floats
-from kmp.precision.casts import HALF_DTYPES
-from kmp.scaling.trees import all_finite
+from kmp.precision.trees import HALF_DTYPES, all_finite
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from keras import ops
 
 from kmp._backend.types import Tensor, Tree
 from kmp.debug.replay import floats
-from kmp.precision.casts import HALF_DTYPES
+from kmp.precision.trees import HALF_DTYPES
 
 
 def sqnr(reference: Tensor, x: Tensor) -> float:

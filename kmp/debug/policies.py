@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from kmp._keras import layers_of, path_of
-from kmp.precision.casts import HALF_DTYPES
+from kmp.precision.trees import HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

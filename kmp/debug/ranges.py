@@ -13,8 +13,8 @@ from kmp.debug.noise import as_float64
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import Batch, Call, backward, floats, forward
 from kmp.debug.shares import shares
-from kmp.precision.casts import HALF_DTYPES
 from kmp.precision.float_formats import formats
+from kmp.precision.trees import HALF_DTYPES
 
 LARGEST_SCALE = 2.0**24  # the ceiling of kmp.DynamicLossScale
 

@@ -1,15 +1,6 @@
-"""One eager replay of a batch, in which each call of a layer is seen from outside.
+"""One eager replay of a batch, in which each call of a layer is seen from outside."""
 
-Two methods of Keras are replaced for a while: `Layer.__call__`, which knows the arguments as they
-were passed, and `Operation.__call__`, which layers reach with their inputs cast to the compute
-dtype, and which the operations of a functional model reach alone. No other `__call__` exists in
-Keras, and subclassed, nested and shared layers all pass through these two.
-"""
-
-import contextlib
-import dataclasses
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import keras
@@ -21,44 +12,10 @@ from keras.src.backend.common import masking
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Tree
-from kmp._keras import path_of
-from kmp.precision.casts import is_float
+from kmp._keras.calls import Call, Recorder, recording
+from kmp.precision.trees import is_float
 
 Batch: TypeAlias = tuple[Tree, Tree, Tree]  # x, y and sample_weight
-
-
-@dataclasses.dataclass(eq=False)
-class Call:
-    """One call of a layer, or of an operation of a functional model.
-
-    Attributes:
-        layer: the layer or operation.
-        parent: the call inside which it happened; None for the model.
-        key: where it stands, the same in every replay of the same batch.
-        passed: args and kwargs as they were passed.
-        received: args and kwargs as `call` got them, cast to the compute dtype.
-        outputs: what `call` returned.
-        span: the times of its begin and its end.
-        children: the calls that it made.
-        dtype: what it computed in: of an operation, the dtype of its first output.
-    """
-
-    layer: Any
-    parent: "Call | None"
-    key: str
-    passed: Tree
-    received: Tree = None
-    outputs: Tree = None
-    span: list[int] = dataclasses.field(default_factory=list)
-    children: list["Call"] = dataclasses.field(default_factory=list)
-    dtype: str = ""
-
-    @property
-    def path(self) -> str:
-        """The layer's path; with a number if its name was called before under its parent."""
-        path = path_of(self.layer)
-        _, _, repeat = self.key.rpartition("#")
-        return path if repeat == "1" else f"{path} (call {repeat})"
 
 
 def floats(tree: Tree) -> list[Tensor]:
@@ -73,103 +30,6 @@ def _is_watched(x: Any) -> bool:
         and is_float(x)
         and hasattr(x, "shape")
     )
-
-
-class Recorder:
-    """Follows the calls of one replay.
-
-    Attributes:
-        calls: those whose tensors held numbers, in the order in which they began.
-        clock: counts the places at which tensors were seen.
-    """
-
-    def __init__(self, watch: Callable[["Recorder", Call, str, Tree], Tree] | None = None):
-        self.calls: list[Call] = []
-        self.clock = 0
-        self._watch = watch
-        self._stack: list[Call] = []
-        self._counts: dict[tuple[int, str], int] = {}
-        self._thread = threading.get_ident()
-
-    def tick(self) -> int:
-        """The time of what is seen now."""
-        self.clock += 1
-        return self.clock
-
-    def seen(self, call: Call, role: str, tree: Tree) -> Tree:
-        """Hand what a call receives or returns to whoever watches."""
-        return tree if self._watch is None else self._watch(self, call, role, tree)
-
-    def begin(self, layer: Any, passed: Tree) -> Call:
-        """A call begins inside those that are under way."""
-        parent = self._stack[-1] if self._stack else None
-        place = (id(parent), layer.name)  # which layers of subclassed models may share
-        self._counts[place] = self._counts.get(place, 0) + 1
-        above = parent.key if parent else ""
-        key = f"{above}/{layer.name}#{self._counts[place]}"
-        call = Call(layer, parent, key, passed, span=[self.tick()])
-        if parent is not None:
-            parent.children.append(call)
-        self._stack.append(call)
-        self.calls.append(call)
-        return call
-
-    def end(self) -> None:
-        """The innermost call ends."""
-        self._stack.pop().span.append(self.tick())
-
-    def is_on(self) -> bool:
-        """Other threads call their own models."""
-        return threading.get_ident() == self._thread
-
-    def awaits(self, layer: Any) -> bool:
-        """Tell whether `layer` is the one whose `__call__` began last, on its way to `call`."""
-        return bool(self._stack) and self._stack[-1].layer is layer and not self._stack[-1].received
-
-    def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Let the innermost call compute."""
-        call = self._stack[-1]
-        args, kwargs = call.received = self.seen(call, "input", (args, kwargs))
-        call.outputs = self.seen(call, "output", function(call.layer, *args, **kwargs))
-        first = floats(call.outputs)
-        call.dtype = getattr(call.layer, "compute_dtype", None) or (
-            keras.backend.standardize_dtype(first[0].dtype) if first else ""
-        )
-        return call.outputs
-
-
-@contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Within, `recorder` sees every call of a layer in this thread."""
-    layer_call, operation_call = keras.Layer.__call__, keras.Operation.__call__
-
-    def call_layer(self, *args, **kwargs):
-        if not recorder.is_on():
-            return layer_call(self, *args, **kwargs)
-        recorder.begin(self, (args, kwargs))
-        try:
-            return layer_call(self, *args, **kwargs)
-        finally:
-            recorder.end()
-
-    def call_operation(self, *args, **kwargs):
-        if not recorder.is_on():
-            return operation_call(self, *args, **kwargs)
-        if recorder.awaits(self):
-            return recorder.run(operation_call, args, kwargs)
-        if isinstance(self, keras.Layer):
-            return operation_call(self, *args, **kwargs)
-        recorder.begin(self, (args, kwargs))
-        try:
-            return recorder.run(operation_call, args, kwargs)
-        finally:
-            recorder.end()
-
-    keras.Layer.__call__, keras.Operation.__call__ = call_layer, call_operation
-    try:
-        yield
-    finally:
-        keras.Layer.__call__, keras.Operation.__call__ = layer_call, operation_call
 
 
 def forward(model: keras.Model, x: Tree, training: bool) -> tuple[Recorder, Tree]:

@@ -7,7 +7,7 @@ import math
 import keras
 import numpy as np
 import pytest
-from test_bench import command
+from command_line import command
 
 from kmp.cli.certify import PolicyRuns, _difference, certify
 from kmp.cli.equivalence import equivalence
@@ -133,12 +133,12 @@ def certified(monkeypatch, certificate):
     """What the command asks for, in place of training once more."""
     calls = []
 
-    def ask(task, policies, say):
-        say("seed 1 of 2")
+    def ask(task, policies, progress, ledger):
+        progress("seed 1 of 2", 0, 8)
         calls.append((task, policies))
         return dataclasses.replace(certificate, task=task)
 
-    monkeypatch.setattr("kmp.cli.certify.certify", ask)
+    monkeypatch.setattr("kmp.cli.commands.certify", ask)
     return calls
 
 
@@ -162,7 +162,7 @@ def test_the_exit_status_and_the_json(monkeypatch, capsys, certificate, tmp_path
     full, again, half, pure = certificate.runs
     runs = (full, again, dataclasses.replace(half, result=result), pure)
     answer = dataclasses.replace(certificate, runs=runs)
-    monkeypatch.setattr("kmp.cli.certify.certify", lambda *arguments: answer)
+    monkeypatch.setattr("kmp.cli.commands.certify", lambda *arguments: answer)
     path = tmp_path / "certificate.json"
     arguments = [*OWN, "--margin", "0.01", "--json", str(path)]
     assert command(monkeypatch, "certify", *arguments) == (0 if equivalent else 1)

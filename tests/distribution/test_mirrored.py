@@ -8,6 +8,7 @@ import pytest
 from replicas import OVERFLOWS, Run, gradients, mirrored, no_merge_call
 
 import kmp
+from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
 
 pytestmark = pytest.mark.only("tensorflow")
 tf = pytest.importorskip("tensorflow")
@@ -165,6 +166,30 @@ def test_the_tools_leave_each_replica_its_statistics(tool):
         part.assign(tf.fill((4,), float(i)))
     tool(model, np.ones((2, 4)), np.ones((2, 4)))
     assert [part.numpy().tolist() for part in parts] == [[0.0] * 4, [1.0] * 4]
+
+
+@pytest.mark.filterwarnings("ignore:LearningRateFinder suggests nothing")
+def test_a_sweep_and_a_rollback_put_back_what_replicas_hold():
+    with mirrored(2).scope():
+        layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        model.compile(kmp.scaled("adam"), "mse")
+    x = np.random.default_rng(0).normal(size=(16, 2))
+    model.fit(x, x[:, :1], verbose=0)
+
+    def state():
+        inner = model.optimizer.inner_optimizer.variables
+        return [keras.ops.convert_to_numpy(v) for v in model.variables + inner]
+
+    before = state()
+    snapshot = take_snapshot(model, step=1)
+    kmp.callbacks.LearningRateFinder(steps=10).find(model, x, x[:, :1], batch_size=8)
+    for value, expected in zip(state(), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    model.fit(x, x[:, :1], verbose=0)
+    assert restore_snapshot(model, snapshot, lr_factor=1.0)
+    for value, expected in zip(state(), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 def test_apply_in_cross_replica_context_is_refused():

@@ -116,10 +116,11 @@ def test_a_trained_optimizer_without_slots_goes_back_to_the_beginning(tmp_path):
     built(model)
     fit(model)
     assert float(model.optimizer.dynamic_scale) == 256
-    model.optimizer.sampling.assign([7, 0, 2, 2])
+    model.optimizer.telemetry.sampling.assign([7, 0, 2, 2])
     model.load_weights(tmp_path / "m.weights.h5")
-    assert ops.convert_to_numpy(model.optimizer.sampling).tolist() == [7, 0, 2, 2]  # as was asked
-    model.optimizer.sampling.assign([0, 0, 0, 0])
+    sampling = ops.convert_to_numpy(model.optimizer.telemetry.sampling)
+    assert sampling.tolist() == [7, 0, 2, 2]  # as was asked
+    model.optimizer.telemetry.sampling.assign([0, 0, 0, 0])
     assert_equal(state(model), expected)
 
 

@@ -11,7 +11,6 @@ from kmp._backend.types import Gradient, Tensor, Variable
 
 
 def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
-    """`x`, whose gradient is handed to `record` on its way back, unless it is being traced."""
 
     @tf.custom_gradient
     def identity(x):
@@ -28,20 +27,17 @@ def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
 def gradients(
     loss: Callable[[], Tensor], variables: list[Variable]
 ) -> tuple[Tensor, list[Gradient]]:
-    """Call `loss` eagerly; return its value and its gradients, which pass through what it calls."""
     with tf.GradientTape() as tape:
         value = loss()
     return value, tape.gradient(value, [v.value for v in variables])
 
 
 def is_concrete(x: Any) -> bool:
-    """Tell whether `x` holds numbers, which inside a `tf.function` it does not."""
     return not tf.is_symbolic_tensor(x)
 
 
 @contextlib.contextmanager
 def without_functions() -> Iterator[None]:
-    """Within, a `tf.function` runs eagerly: it would keep traces of the dtypes it is run with."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
     try:
@@ -51,7 +47,7 @@ def without_functions() -> Iterator[None]:
 
 
 def preserved(variable: Variable) -> Callable[[], None]:
-    """Keep the value of a variable, on each replica its own; call the result to put it back."""
+    # On each replica its own value.
     stored = variable._value
     parts = stored.values if isinstance(stored, tf.distribute.DistributedValues) else [stored]
     values = [tf.identity(part) for part in parts]
@@ -64,7 +60,6 @@ def preserved(variable: Variable) -> Callable[[], None]:
 
 
 def random_state() -> Callable[[], None]:
-    """Keep the state of the operations' seeds; call the result to put it back."""
     generator = getattr(context.context(), "_rng", None)
     if generator is None:
         return lambda: None

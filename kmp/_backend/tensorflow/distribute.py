@@ -15,26 +15,26 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmp._backend import default as plain
+from kmp._backend import default
 from kmp._backend.types import Gradient, Tensor, Variable
 
 _lock = threading.Lock()
 _replicas_within: collections.Counter[int] = collections.Counter()  # by the optimizer's id
 
 
-def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[Variable]) -> bool:
-    """Run `optimizer`'s step for all replicas at once.
+def step_on_replicas(
+    step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
+) -> None:
+    """Run a step for all replicas at once.
 
     Args:
-        optimizer: `kmp.LossScaleOptimizer`, called in a replica context.
+        step: takes how its parts run (see `default.OneReplica`), gradients and variables.
         gradients: this replica's gradients of the scaled loss.
         variables: their variables.
 
-    Returns:
-        Whether there is a strategy, and the step is done.
+    Raises:
+        ValueError: outside a replica context.
     """
-    if not tf.distribute.has_strategy():
-        return False
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
             "`apply` must be called in a replica context. Received: a call in the cross-replica "
@@ -42,15 +42,48 @@ def step_on_replicas(optimizer: Any, gradients: list[Gradient], variables: list[
             "strategy.run(...)."
         )
     gradients = _all_reduced(gradients)
-    if merges_replicas():
-        tf.distribute.get_replica_context().merge_call(
-            lambda strategy, *args: _decide_once(strategy, optimizer, *args),
-            args=(gradients, variables),
-        )
-    else:
-        with _reduced_already(optimizer.inner_optimizer):
-            optimizer.step(gradients, variables)
-    return True
+    if not merges_replicas():
+        step(default.OneReplica(_update_by_selects), gradients, variables)
+        return
+    tf.distribute.get_replica_context().merge_call(
+        lambda strategy, *args: step(_MergedReplicas(strategy), *args), args=(gradients, variables)
+    )
+
+
+class _MergedReplicas(default.OneReplica):
+    """Runs the parts of a step from the cross-replica context."""
+
+    def __init__(self, strategy: Any):
+        super().__init__(self._update)
+        self._strategy = strategy
+
+    def on_each(self, function: Callable, *args: Any) -> Any:
+        return self._strategy.extended.call_for_each_replica(function, args=args)
+
+    def local(self, gradients: list[Gradient]) -> list[Gradient]:
+        first = self._strategy.experimental_local_results
+        return [None if g is None else first(g)[0] for g in gradients]
+
+    def _update(
+        self, keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+    ) -> None:
+        def branch():
+            with _reduced_already(inner):
+                _update(self.on_each, inner, gradients, variables)
+            return keep
+
+        tf.cond(keep, branch, lambda: keep)
+
+
+def _update_by_selects(
+    keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+) -> None:
+    """Update, then put the old values back unless `keep`: no branch could reach other replicas."""
+    guarded = variables + inner.variables
+    before = [tf.identity(v.value) for v in guarded]
+    with _reduced_already(inner):
+        inner.apply(gradients, variables)
+    _keep_old_values(keep, guarded, before)
 
 
 @contextlib.contextmanager
@@ -81,7 +114,13 @@ def merges_replicas() -> bool:
     return not tf.__internal__.distribute.strategy_supports_no_merge_call()
 
 
-def keep_old_values(kept: Tensor, variables: list[Variable], old: list[Tensor]) -> None:
+def writes_logs(model: Any) -> bool:
+    # The chief writes for all workers of the model's strategy.
+    strategy = getattr(model, "distribute_strategy", None)
+    return strategy is None or strategy.extended.should_save_summary
+
+
+def _keep_old_values(kept: Tensor, variables: list[Variable], old: list[Tensor]) -> None:
     """Write the old value back into each variable, on each replica, unless `kept`."""
 
     def select(variable, value, kept):
@@ -102,34 +141,13 @@ def _all_reduced(gradients: list[Gradient]) -> list[Gradient]:
     return [None if g is None else next(reduced) for g in gradients]
 
 
-def _decide_once(
-    strategy: Any, optimizer: Any, gradients: list[Gradient], variables: list[Variable]
-) -> None:
-    on_each_replica = strategy.extended.call_for_each_replica
-    scaled = gradients
-    gradients = on_each_replica(optimizer.unscaled, args=(scaled, variables))
-
-    def local(values):
-        return [None if g is None else strategy.experimental_local_results(g)[0] for g in values]
-
-    measured = optimizer.measured(local(scaled), local(gradients), variables)
-
-    def update():
-        with _reduced_already(optimizer.inner_optimizer):
-            _update(on_each_replica, optimizer.inner_optimizer, gradients, variables)
-        return measured.finite
-
-    tf.cond(optimizer.admitted(measured.finite), update, lambda: measured.finite)
-    optimizer.record(measured)
-
-
 def _update(
-    on_each_replica: Callable, inner: Any, gradients: list[Gradient], variables: list[Variable]
+    on_each: Callable, inner: Any, gradients: list[Gradient], variables: list[Variable]
 ) -> None:
     """Apply the inner optimizer on every replica, with its two branches lifted out of them."""
     window, overwrite = inner.gradient_accumulation_steps, inner.ema_overwrite_frequency
     if not (window or (inner.use_ema and overwrite)):
-        on_each_replica(inner.apply, args=(gradients, variables))
+        on_each(inner.apply, gradients, variables)
         return
     overwrites = (inner.iterations + 1) % overwrite == 0 if inner.use_ema and overwrite else None
 
@@ -137,8 +155,8 @@ def _update(
         def apply_gradients(grads, variables):
             _apply_gradients(inner, window_ends, grads, variables)
 
-        with plain.applying_by(inner, apply_gradients):
-            on_each_replica(inner.apply, args=(gradients, variables))
+        with default.applying_by(inner, apply_gradients):
+            on_each(inner.apply, gradients, variables)
         return tf.constant(window_ends)
 
     if window:
@@ -166,9 +184,7 @@ def _apply_gradients(inner: Any, window_ends: bool, grads: Any, variables: Any) 
             steps = inner.gradient_accumulation_steps
             grads = [(g + a) / steps for g, a in zip(grads, accumulators, strict=True)]
     if window_ends:
-        grads = inner._clip_gradients(grads)
-        inner._apply_weight_decay(variables)
-        inner._backend_update_step(grads, variables, inner.learning_rate)
+        default.update(inner, grads, variables)
         if inner.gradient_accumulation_steps:
             inner._backend_reset_gradient_accumulators()
     if inner.use_ema:

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmp._backend.default import replacing
 from kmp._backend.types import Tensor, Variable
 
 # All that Keras's optimizers change a variable with.
@@ -20,15 +21,16 @@ def masked_assignments(keep: Tensor, variables: list[Variable]) -> Iterator[None
     it keep, and read again, the old value of every variable.
     """
     native = [v.value for v in variables]
-    for variable in native:
-        for name in _METHODS:
-            setattr(variable, name, _masked(variable, name, keep))
-    try:
-        yield
-    finally:
+    with replacing:
         for variable in native:
             for name in _METHODS:
-                delattr(variable, name)
+                setattr(variable, name, _masked(variable, name, keep))
+        try:
+            yield
+        finally:
+            for variable in native:
+                for name in _METHODS:
+                    delattr(variable, name)
 
 
 def _masked(variable: Any, name: str, keep: Tensor) -> Callable:

@@ -7,7 +7,7 @@ from keras import ops
 from oracle import COMPILED_MODES, MODES, compiled, number
 
 import kmp
-from kmp.scaling import trees
+from kmp.precision import trees
 
 INF, NAN = float("inf"), float("nan")
 

@@ -10,23 +10,19 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 
-from kmp._backend import default as plain
-from kmp._backend.tensorflow_distribute import keep_old_values
-from kmp._backend.tensorflow_masked import masked_assignments
+from kmp._backend import default
+from kmp._backend.tensorflow.distribute import step_on_replicas
+from kmp._backend.tensorflow.masked import masked_assignments
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def inside_xla() -> bool:
-    """Tell at trace time whether XLA will compile what is being traced."""
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
-    """`x @ kernel` of two half matrices, accumulated and returned in float32.
-
-    Only XLA has such a product: elsewhere the operands are cast up, which gives the same numbers.
-    No gradient is registered for it; the caller brings its own.
-    """
+    # Only XLA has such a product. Elsewhere the operands are cast up, which gives the same numbers.
+    # No gradient is registered for it; the caller brings its own.
     if not inside_xla():
         return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
     rows_by_columns = DotDimensionNumbers(
@@ -44,21 +40,16 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
-    """The sum of `x` over the replicas of the surrounding `tf.distribute` strategy."""
     replica = tf.distribute.get_replica_context()
     return x if replica is None else replica.all_reduce(tf.distribute.ReduceOp.SUM, x)
 
 
 def gradient_values(gradient: Gradient) -> Tensor:
-    """The numbers of a gradient, dense or sparse."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def gradient_rows(gradient: Gradient) -> Tensor:
-    """The numbers of a gradient, with the rows of a sparse one that meet in the same index summed.
-
-    A batch that uses one embedding twice yields two slices for it; their sum is the gradient.
-    """
+    # A batch that uses one embedding twice yields two slices for it; their sum is the gradient.
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     order = tf.argsort(gradient.indices)
@@ -69,10 +60,9 @@ def gradient_rows(gradient: Gradient) -> Tensor:
     return tf.math.unsorted_segment_sum(values, tf.cumsum(new), tf.shape(new)[0])
 
 
-def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
-    """The numbers of a gradient at each so many places along each axis; zero where it has none."""
+def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
     if not isinstance(gradient, tf.IndexedSlices):
-        return plain.gradient_sample(gradient, strides)
+        return default.gradient_sample(gradient, strides, target)
     first, *others = strides
     sampled = gradient.indices % first == 0
     rows = tf.where(sampled, gradient.indices // first, -1)  # negative ones are left out
@@ -82,7 +72,6 @@ def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
 
 
 def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient) -> Gradient:
-    """Apply an elementwise function to the numbers of a gradient; sparse stays sparse."""
     if isinstance(gradient, tf.IndexedSlices):
         values = function(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
@@ -90,47 +79,35 @@ def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient
 
 
 def multiply(gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
-    """Each gradient, of float32 or wider, times a scalar; sparse stays sparse."""
     return [map_gradient_values(lambda x: ops.multiply(x, factor), g) for g in gradients]
 
 
-def verdict(
+def flags(
     number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The flags that everybody acts on: whether int32[] is 0, whether float32[] is, ...
-
-    XLA would copy the reductions of all gradients into each of the selected updates; it does not
-    copy one of two results on CPUs, nor look through a barrier on accelerators.
-    """
+    # XLA would copy the reductions of all gradients into each of the selected updates. It does not
+    # copy one of two results on CPUs, nor look through a barrier on accelerators.
     if inside_xla():
         (number,) = gen_xla_ops.xla_optimization_barrier([number])
     return number == 0, loss_nonfinite == 0, due
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:
-    """`finite`, known only once `sample` is."""
     if not inside_xla():
         return finite
     return tf.logical_and(finite, tf.logical_not(tf.tensordot(sample, sample, 1) < 0))
 
 
 def note_loss(variable: Variable, nonfinite: Tensor) -> None:
-    """Remember until the next step that a loss was not finite.
-
-    Not under a `tf.distribute` strategy, whose replicas have a loss each.
-    """
     if not tf.distribute.has_strategy():
         variable.assign(tf.maximum(variable.value, tf.cast(nonfinite, "float32")))
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The maximum of the second column and the sums of the others; inside XLA in one reduction.
-
-    Each gradient is then read once, and the columns as such are never in memory: a reduction of
-    one column XLA's CPU compiler splits into two, and writes the column for the first of them.
-    """
+    # XLA's CPU compiler splits a reduction of one column in two, and writes the column between
+    # them.
     if not inside_xla():
-        return plain.reduce_columns(columns, axes)
+        return default.reduce_columns(columns, axes)
 
     @tf.function
     def combine(*both):
@@ -149,42 +126,43 @@ def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[
 
 
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-    """`compute()` if `pred`, else `otherwise`; neither writes anything."""
     return tf.cond(pred, compute, lambda: otherwise)
 
 
-def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
-    """Run `update`, whose effects on `variables` hold only if `finite`.
+def update_if(
+    keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+) -> None:
+    """Let `inner` update the variables if `keep`.
 
-    Outside XLA a branch (a select would read and write every variable on its own). Inside XLA a
-    select in each assignment, since a conditional may stay one there and stalls the device; with
-    replicas a select after the update, since a branch could not reach the others.
+    Outside XLA that is a branch (a select would read and write every variable on its own). Inside
+    XLA it is a select in each assignment, since a conditional may stay one there and stalls the
+    device.
     """
-    replicated = tf.distribute.has_strategy()
-    if not (inside_xla() or replicated):
-
-        def branch():
-            update()
-            return finite
-
-        tf.cond(finite, branch, lambda: finite)
+    if inside_xla():
+        with masked_assignments(keep, variables + inner.variables):
+            inner.apply(gradients, variables)
         return
-    if not replicated:
-        with masked_assignments(finite, variables):
-            update()
-        return
-    before = [tf.identity(v.value) for v in variables]
-    update()
-    keep_old_values(finite, variables, before)
+
+    def branch():
+        inner.apply(gradients, variables)
+        return keep
+
+    tf.cond(keep, branch, lambda: keep)
+
+
+def run_step(
+    step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
+) -> None:
+    if tf.distribute.has_strategy():
+        step_on_replicas(step, gradients, variables)
+    else:
+        step(default.OneReplica(update_if), gradients, variables)
 
 
 def restore_after_skip(
     model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
 ) -> Callable:
-    """Wrap Keras's train step: a skipped one leaves `undone_of(model)` as it was.
-
-    Not under a `tf.distribute` strategy.
-    """
+    # Not under a `tf.distribute` strategy: each replica's statistics are Keras's to reduce.
 
     def step(data):
         if tf.distribute.has_strategy():
@@ -205,24 +183,22 @@ def restore_after_skip(
     return step
 
 
-def compiled_for() -> str | None:
-    """The accelerator that XLA compiles for, "gpu" or "tpu"; None on CPUs and outside of XLA.
-
-    What "cpu" stands for, small gradients measured with the check, made the step of an MLP slower
-    here: 1.14 to 1.17 times plain Adam's, where it had been 0.99.
-    """
-    return platform() if inside_xla() and platform() != "cpu" else None
+def per_target(
+    function: Callable[..., Sequence[Tensor]], shapes: Sequence[tuple[int, ...]], *tensors: Any
+) -> Sequence[Tensor]:
+    # XLA on a CPU counts as "host": to measure small gradients with the check, as "cpu" stands for,
+    # made the step of an MLP 1.14 to 1.17 times plain Adam's here, where it had been 0.99.
+    compiles = inside_xla() and platform() != "cpu"
+    return function(platform() if compiles else "host", *tensors)
 
 
 def platform() -> str:
-    """Where the training runs: "cpu", "gpu" or "tpu"."""
     if isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy):
         return "tpu"
     return "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
 
 
 def device() -> Device:
-    """The first device of this process."""
     if platform() != "gpu":
         return Device(platform(), platform().upper(), None)
     gpu = tf.config.list_physical_devices("GPU")[0]
@@ -231,7 +207,6 @@ def device() -> Device:
 
 
 def device_memory() -> DeviceMemory | None:
-    """What the first device's tensors take; begins a new peak. None on CPUs, which do not count."""
     if platform() != "gpu":
         return None
     memory = tf.config.experimental.get_memory_info("GPU:0")

@@ -1,58 +1,52 @@
 """The JAX side of `kmp._backend`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import keras
+import numpy as np
 from jax import numpy as jnp
+from keras import ops
 
-from kmp._backend import default as plain
+from kmp._backend import default
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
-    """`x @ kernel` of two half matrices, accumulated and returned in float32."""
     return jnp.matmul(x, kernel, preferred_element_type="float32")
 
 
 def compiled(function: Callable) -> Callable:
-    """`function` of tensors alone, as one program: JAX would compile each of its operations."""
+    # JAX would compile each of its operations.
     return jax.jit(function)
 
 
-def verdict(
+def flags(
     number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The flags that everybody acts on: whether int32[] is 0, whether float32[] is, ...
-
-    The barrier keeps XLA from copying the reductions of all gradients into each of the masked
-    updates, with which the compile time would grow as the square of the number of variables. The
-    CPU compiler removes it too early, but copies no reduction of two results, as `number` is of.
-    """
+    # The barrier keeps XLA from copying the reductions of all gradients into each masked update,
+    # with which the compile time would grow as the square of the number of variables. The CPU
+    # compiler removes it too early, but does not copy a reduction of two results, which `number`
+    # comes from.
     finite = jax.lax.optimization_barrier(number) == 0
     return finite, loss_nonfinite == 0, due
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:
-    """`finite`, known only once `sample` is.
-
-    By a dot product, which XLA's CPU compiler copies into no update.
-    """
+    # By a dot product, which XLA's CPU compiler copies into no update.
     flags = jnp.stack([jnp.logical_not(finite), jnp.dot(sample, sample) < 0])
     flags = flags.astype("float32")
     return jax.lax.optimization_barrier(jnp.dot(flags, flags)) == 0
 
 
 def note_loss(variable: Variable, nonfinite: Tensor) -> None:
-    """Nothing: on JAX the loss is scaled inside the differentiated function, which is pure."""
+    """The loss is scaled inside the differentiated function, which is pure."""
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The maximum of the second column and the sums of the others, in one reduction of all.
-
-    Each gradient is then read once, and the columns as such are never in memory: a reduction of
-    one column XLA's CPU compiler splits into two, and writes the column for the first of them.
-    """
+    # XLA's CPU compiler splits a reduction of one column in two, and writes the column between
+    # them.
 
     zeros = tuple(jnp.zeros((), x.dtype) for x in columns)
     return tuple(jax.lax.reduce(columns, zeros, _combine, axes))
@@ -64,14 +58,11 @@ def _combine(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]
     return tuple(jnp.maximum(x, y) if i == 1 else x + y for i, (x, y) in pairs)
 
 
-def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
-    """The numbers of a gradient at each so many places along each axis.
-
-    Axis by axis on TPUs, for which XLA cannot compile a slice of bfloat16 with two strides. On GPUs
-    that would be a kernel an axis, and one for all variables otherwise.
-    """
-    if platform() != "tpu":
-        return plain.gradient_sample(gradient, strides)
+def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
+    # XLA cannot compile a slice of bfloat16 with two strides for TPUs, so it is taken axis by axis
+    # there. On GPUs that would be a kernel an axis, where one kernel serves all variables.
+    if target != "tpu":
+        return default.gradient_sample(gradient, strides, target)
     for axis, stride in enumerate(strides):
         if stride > 1:
             x = jax.lax.slice_in_dim(gradient, 0, None, stride, axis)
@@ -80,20 +71,12 @@ def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
 
 
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-    """`compute()` if `pred`, else `otherwise`; neither writes anything."""
     if not isinstance(pred, jax.core.Tracer):
         return compute() if pred else otherwise
     return jax.lax.cond(pred, compute, lambda: otherwise)
 
 
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:
-    """The present values of variables of `model`, without writing all of its state back.
-
-    Args:
-        model: the `keras.Model` being trained. While `fit` runs its state lives in the loop, and
-            asking a variable would synchronise and re-collect every variable.
-        variables: variables of the model, its optimizer or its metrics.
-    """
     state = getattr(model, "_jax_state", None)
     if not state or model._jax_state_synced:
         return [v.value for v in variables]
@@ -112,6 +95,46 @@ def read(model: Any, variables: list[Variable]) -> list[Tensor]:
     # What the model does not list, as a metric that its own `metrics` leaves out, the loop has not.
     live |= {id(v): v.value for v in variables if id(v) not in live}
     return [live[id(v)] for v in variables]
+
+
+class _Pieces(NamedTuple):
+    """What this process holds of an array that lies across processes, by place in the whole."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    by_place: dict[tuple, np.ndarray]
+
+
+def _place(index: Any) -> tuple:
+    return tuple((s.start, s.stop) for s in index)
+
+
+def to_host(x: Tensor | Variable) -> Any:
+    """A copy on the host; of an array across processes the pieces that this process holds."""
+    x = ops.convert_to_tensor(x)
+    if x.is_fully_addressable:
+        return default.to_host(x)
+    pieces = {_place(shard.index): shard.data for shard in x.addressable_shards}
+    by_place = {place: np.array(piece) for place, piece in pieces.items()}
+    return _Pieces(x.shape, x.sharding, by_place)
+
+
+def from_host(variable: Variable, value: Any) -> None:
+    """Assign what `to_host` returned for this variable, or for a value of it.
+
+    Pieces are assigned without asking the other processes. A whole array would be compared with
+    theirs, and JAX takes NaN for a difference.
+    """
+    if isinstance(value, _Pieces):
+        shape, sharding, by_place = value
+        value = jax.make_array_from_callback(shape, sharding, lambda i: by_place[_place(i)])
+    variable.assign(value)
+
+
+def writes_logs(model: Any) -> bool:
+    """Whether this process writes for all that train one model together: process 0 does."""
+    alone = keras.distribution.distribution() is None  # then each process has its own model
+    return alone or jax.process_index() == 0
 
 
 def restore_after_skip(
@@ -148,9 +171,9 @@ def restore_after_skip(
                 fewer = jnp.minimum(state[2][steps], new_state[2][steps])
                 optimizer_state[steps] = jnp.where(hopeless, fewer, new_state[2][steps])
                 optimizer_state[scale] = jnp.where(hopeless, state[2][scale], new_state[2][scale])
-                if optimizer.gradient_health is None:
+                if optimizer.telemetry is None:
                     continue
-                events = place[id(optimizer.overflow_events)]
+                events = place[id(optimizer.telemetry.events)]
                 loss_finite = jnp.where(hopeless, 0.0, new_state[2][events][0, -1])
                 optimizer_state[events] = new_state[2][events].at[0, -1].set(loss_finite)
         return logs, (new_state[0], non_trainable, optimizer_state, metrics)
@@ -159,22 +182,15 @@ def restore_after_skip(
 
 
 def inside_xla() -> bool:
-    """True: it compiles each operation that it does not trace."""
+    # JAX compiles each operation that it does not trace.
     return True
 
 
-def compiled_for() -> str | None:
-    """What XLA compiles for: "cpu", "gpu" or "tpu"."""
-    return platform()
-
-
 def platform() -> str:
-    """Where the training runs: "cpu", "gpu" or "tpu"."""
     return jax.default_backend()
 
 
 def device() -> Device:
-    """The first device of this process."""
     first = jax.local_devices()[0]
     major, _, minor = str(getattr(first, "compute_capability", "")).partition(".")
     nvidia = major.isdigit() and minor.isdigit()  # AMD's are called gfx90a and the like
@@ -182,7 +198,7 @@ def device() -> Device:
 
 
 def device_memory() -> DeviceMemory | None:
-    """None: JAX cannot forget a peak; `compiled_step_bytes` asks XLA instead."""
+    # JAX cannot forget a peak; `compiled_step_bytes` asks XLA instead.
     return None
 
 
@@ -191,14 +207,6 @@ def custom_gradient(
     backward: Callable[..., Sequence[Tensor | None]],
     inputs: Sequence[Tensor],
 ) -> Sequence[Tensor]:
-    """`forward(*inputs)`, differentiated by `backward`.
-
-    Args:
-        forward: returns a tuple of tensors; all but the first are kept for the backward pass.
-        backward: from the inputs, what was kept and the gradients of all of the tensors, those of
-            the inputs: one each, or None.
-        inputs: tensors, kept for the backward pass.
-    """
 
     def run(*inputs):
         outputs = tuple(forward(*inputs))

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from jax import numpy as jnp
 
-from kmp._backend import default as plain
+from kmp._backend import default
 from kmp._backend.types import Tensor, Variable
 
 
@@ -41,25 +41,29 @@ class _MaskedScope(keras.StatelessScope):
             variable.assign(self.state_mapping[id(variable)])
 
 
-def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
-    """Run `update`, whose assignments to any variable hold only if `finite`."""
-    with _MaskedScope(finite):
-        update()
+def run_step(step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]) -> None:
+    # One program spans all devices.
+    step(default.OneReplica(_update_if), gradients, variables)
 
 
-def apply(optimizer: Any, gradients: list[Tensor], variables: list[Variable]) -> None:
-    """`optimizer.apply(gradients, variables)`, where it accumulates with selects.
+def _update_if(
+    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+) -> None:
+    with _MaskedScope(keep), _accumulating_by_selects(inner):
+        inner.apply(gradients, variables)
+
+
+def _accumulating_by_selects(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """Within, a Keras optimizer that accumulates gradients does so without a conditional.
 
     Keras computes the update in every micro-batch and chooses with `lax.cond`, whose operands XLA
     copies: all parameters and slots. A moving average of the weights stays with Keras.
     """
-    way: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     keras_own = keras.optimizers.Optimizer._backend_apply_gradients
     is_kerass = type(optimizer)._backend_apply_gradients is keras_own
     if optimizer.gradient_accumulation_steps and not optimizer.use_ema and is_kerass:
-        way = plain.applying_by(optimizer, functools.partial(_accumulate, optimizer))
-    with way:
-        optimizer.apply(gradients, variables)
+        return default.applying_by(optimizer, functools.partial(_accumulate, optimizer))
+    return contextlib.nullcontext()
 
 
 def _accumulate(optimizer: Any, gradients: Sequence[Tensor], variables: Sequence[Variable]) -> None:
@@ -70,8 +74,6 @@ def _accumulate(optimizer: Any, gradients: Sequence[Tensor], variables: Sequence
     accumulators = [optimizer._accumulated_gradients[i] for i in places]
     sums = [g + a.value for g, a in zip(gradients, accumulators, strict=True)]
     with _MaskedScope(is_last):
-        means = optimizer._clip_gradients([x / steps for x in sums])
-        optimizer._apply_weight_decay(variables)
-        optimizer._backend_update_step(means, variables, optimizer.learning_rate)
+        default.update(optimizer, [x / steps for x in sums], variables)
     for accumulator, value in zip(accumulators, sums, strict=True):
         accumulator.assign(jnp.where(is_last, 0, value))

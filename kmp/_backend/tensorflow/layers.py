@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 from keras import ops
 
-from kmp._backend.tensorflow import inside_xla, platform
+from kmp._backend.tensorflow.core import inside_xla, platform
 from kmp._backend.types import Tensor
 
 _CUDNN_MIN_EPSILON = 1.001e-5  # cuDNN refuses 1e-5 and less
@@ -18,15 +18,7 @@ def custom_gradient(
     backward: Callable[..., Sequence[Tensor | None]],
     inputs: Sequence[Tensor],
 ) -> Sequence[Tensor]:
-    """`forward(*inputs)`, differentiated by `backward`.
-
-    Args:
-        forward: returns a tuple of tensors; all but the first are kept for the backward pass. (An
-            eager tape keeps what `forward` computes on the way too, for second derivatives.)
-        backward: from the inputs, what was kept and the gradients of all of the tensors, those of
-            the inputs: one each, or None.
-        inputs: tensors, kept for the backward pass.
-    """
+    # An eager tape keeps what `forward` computes on the way too, for second derivatives.
 
     @tf.custom_gradient
     def function(*inputs):
@@ -44,14 +36,9 @@ def fused_batch_norm(
     epsilon: float,
     otherwise: Callable[[], Sequence[Tensor]],
 ) -> Sequence[Tensor]:
-    """Normalize half `x` by its batch in one kernel, which keeps only `x` for its gradient.
-
-    Returns:
-        The normalized `x`, in its dtype; mean, biased variance and number of elements, each of the
-        shape of `gamma`. What `otherwise` returns where the kernel does harm: under XLA it takes
-        the variance as E[x^2] - E[x]^2, which may be negative, and on CPUs it sums the elements of
-        a channel one after another, and is off by 2.7 deviations after four million of mean 100.
-    """
+    # The kernel does harm under XLA, which takes the variance as E[x^2] - E[x]^2 and may get it
+    # negative, and on CPUs for large batches: it sums the elements of a channel one after another,
+    # and is off by 2.7 deviations after four million of mean 100.
     half = x.dtype in (tf.float16, tf.bfloat16)
     if inside_xla() or tf.config.optimizer.get_jit() or not half or epsilon < _CUDNN_MIN_EPSILON:
         return otherwise()

@@ -14,7 +14,6 @@ _LOOPS = ("fori_loop", "map", "scan", "while_loop")
 
 
 def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
-    """`x`, whose gradient is handed to `record` on its way back, unless it is being traced."""
 
     @jax.custom_vjp
     def identity(x):
@@ -32,7 +31,6 @@ def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
 def gradients(
     loss: Callable[[], Tensor], variables: list[Variable]
 ) -> tuple[Tensor, list[Gradient]]:
-    """Call `loss` eagerly; return its value and its gradients, which pass through what it calls."""
 
     def function(values):
         mapping = list(zip(variables, values, strict=True))
@@ -44,16 +42,12 @@ def gradients(
 
 
 def is_concrete(x: Any) -> bool:
-    """Tell whether `x` holds numbers, which inside `jax.lax.scan` and `jax.jit` it does not."""
     return not isinstance(x, jax.core.Tracer)
 
 
 @contextlib.contextmanager
 def without_functions() -> Iterator[None]:
-    """Within, `jax.jit` compiles nothing: it would keep traces of the dtypes it is run with.
-
-    Loops stay compiled, for eagerly each of their steps is a dispatch of its own.
-    """
+    # Loops stay compiled, since eagerly each of their steps is a dispatch of its own.
     loops = {name: getattr(jax.lax, name) for name in _LOOPS}
     try:
         for name, loop in loops.items():
@@ -66,18 +60,11 @@ def without_functions() -> Iterator[None]:
 
 
 def random_state() -> Callable[[], None]:
-    """Nothing to put back: JAX's random functions have no state."""
+    # JAX's random functions have no state.
     return lambda: None
 
 
 def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]) -> int | None:
-    """What XLA needs beside arguments and results to compute the gradient of `loss`.
-
-    Args:
-        model: the model that `loss` calls.
-        specs: (shape, dtype) of each of its inputs.
-        loss: a function of the list of inputs.
-    """
 
     def step(trained, others, inputs):
         def function(values):
@@ -101,13 +88,6 @@ def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tenso
 
 
 def compiled_step_bytes(model: Any, x: Tree, y: Tree) -> int | None:
-    """The most that XLA says one compiled training step of `fit` holds: arguments, results, room.
-
-    Args:
-        model: compiled, and trained for at least one step, so that all variables are there.
-        x: one batch, of arrays; they are not computed with.
-        y: its targets.
-    """
 
     def spec(value):
         return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype))

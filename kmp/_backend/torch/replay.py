@@ -9,7 +9,6 @@ from kmp._backend.types import Gradient, Tensor, Variable
 
 
 def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
-    """`x`, whose gradient is handed to `record` on its way back."""
     if not x.requires_grad:
         return x
     watched = x.view_as(x)  # of its own, or the gradients of all users of `x` would be one sum
@@ -20,7 +19,7 @@ def watch_gradient(x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
 def gradients(
     loss: Callable[[], Tensor], variables: list[Variable]
 ) -> tuple[Tensor, list[Gradient]]:
-    """Call `loss`; return its value and its gradients, without touching `.grad`."""
+    # Without touching `.grad`.
     value = loss()
     values = [v.value for v in variables]
     if not values or not value.requires_grad:
@@ -29,12 +28,10 @@ def gradients(
 
 
 def is_concrete(x: Any) -> bool:
-    """True: what this backend runs eagerly always holds numbers."""
     return True
 
 
 def random_state() -> Callable[[], None]:
-    """Keep the state of the random generators; call the result to put it back."""
     host = torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 

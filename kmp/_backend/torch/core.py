@@ -7,21 +7,20 @@ from typing import Any
 import torch
 from keras import ops
 
+from kmp._backend import default
 from kmp._backend.types import Device, DeviceMemory, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
-    """`x @ kernel` of two half matrices, accumulated and returned in float32.
-
-    Only CUDA has such a product: elsewhere the operands are cast up, which gives the same numbers.
-    """
+    # Only CUDA has such a product: elsewhere the operands are cast up, which gives the same
+    # numbers.
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, kernel, out_dtype=torch.float32)
     return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
 
 
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
-    """Each gradient, of float32 or wider, times a scalar; on GPUs in a kernel for many."""
+    # On GPUs in a kernel for many.
     tensors, factor = [ops.convert_to_tensor(x) for x in gradients], ops.convert_to_tensor(factor)
     # torch.func's transformations, of which vmap gives gradients by example, know no foreach.
     if not tensors or torch._C._are_functorch_transforms_active():
@@ -30,19 +29,9 @@ def multiply(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
 
 
 def are_finite(tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
-    """Whether all numbers of each tensor, or of each of its rows, are finite.
-
-    By their extremes, in which torch keeps NaN: each number is read once, and nothing is written.
-    `torch.isfinite` is four operations that write, and took 30 times as long on a CPU. On GPUs the
-    extremes of many tensors are one kernel.
-
-    Args:
-        tensors: of floats; at least one, and none is empty.
-        by_row: for each, whether it is a matrix whose rows are asked for one by one.
-
-    Returns:
-        bool[n], one for each tensor or row, in their order.
-    """
+    # By their extremes, in which torch keeps NaN: each number is read once, and nothing is written.
+    # `torch.isfinite` is four operations that write, and took 30 times as long on a CPU. On GPUs
+    # the extremes of many tensors are one kernel.
     # (Of float8 torch has next to no operators.)
     tensors = [x if x.element_size() > 1 else x.float() for x in tensors]
     pairs = list(zip(tensors, by_row, strict=True))
@@ -60,42 +49,51 @@ def _extremes_are_finite(pairs: Sequence[tuple[Tensor, bool]]) -> Tensor:
     return torch.cat(every).isfinite().reshape(2, -1).all(dim=0)
 
 
-def verdict(
+def flags(
     number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The flags that everybody acts on: whether int32[] is 0, whether float32[] is, ...
-
-    With `torch.distributed` initialised, whether they are in every process. All come to the host
-    in one go, the one synchronisation of the step, as in PyTorch's own.
-    """
+    # With `torch.distributed` initialised, they hold for all processes. All of them come to the
+    # host in one go, the one synchronisation of the step, as in PyTorch's own scaler.
     totals = torch.stack([number.to(torch.float32), loss_nonfinite])
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _with_other_processes():
         torch.distributed.all_reduce(totals, op=torch.distributed.ReduceOp.SUM)
     flags = torch.cat([totals == 0] if due is None else [totals == 0, due]).cpu()
     return flags[0], flags[1], None if due is None else flags[2:]
 
 
+def writes_logs(model: Any) -> bool:
+    return not _with_other_processes() or torch.distributed.get_rank() == 0
+
+
+def _with_other_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def note_loss(variable: Variable, nonfinite: Tensor) -> None:
-    """Remember until the next step that a loss was not finite."""
     with torch.no_grad():
         variable.assign(torch.maximum(variable.value, nonfinite.to(torch.float32)))
 
 
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-    """`compute()` if `pred`, which is on the host already, else `otherwise`."""
+    # `flags` has brought `pred` to the host.
     return compute() if bool(pred) else otherwise
 
 
-def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variable]) -> None:
-    """Run `update` if `finite`, which `verdict` has brought to the host."""
-    if bool(finite):
-        update()
+def run_step(step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]) -> None:
+    # DistributedDataParallel has summed the gradients.
+    step(default.OneReplica(_update_if), gradients, variables)
+
+
+def _update_if(
+    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+) -> None:
+    if bool(keep):  # `flags` has brought it to the host
+        inner.apply(gradients, variables)
 
 
 def restore_after_skip(
     model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
 ) -> Callable:
-    """Wrap Keras's train step: a skipped one leaves `undone_of(model)` as it was."""
 
     def step(data):
         optimizer, undone = model.optimizer, undone_of(model)
@@ -110,12 +108,11 @@ def restore_after_skip(
 
 
 def platform() -> str:
-    """Where the training runs: "cpu" or "gpu"; Keras knows no TPU on torch."""
+    # Keras knows no TPU on torch.
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
 def device() -> Device:
-    """The first device of this process."""
     if not torch.cuda.is_available():
         return Device(platform(), platform().upper(), None)
     nvidia = torch.version.hip is None
@@ -124,7 +121,6 @@ def device() -> Device:
 
 
 def device_memory() -> DeviceMemory | None:
-    """What the first device's tensors take; begins a new peak. None on CPUs, which do not count."""
     if not torch.cuda.is_available():
         return None
     memory = DeviceMemory(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
@@ -151,12 +147,4 @@ def custom_gradient(
     backward: Callable[..., Sequence[Tensor | None]],
     inputs: Sequence[Tensor],
 ) -> Sequence[Tensor]:
-    """`forward(*inputs)`, differentiated by `backward`.
-
-    Args:
-        forward: returns a tuple of tensors; all but the first are kept for the backward pass.
-        backward: from the inputs, what was kept and the gradients of all of the tensors, those of
-            the inputs: one each, or None.
-        inputs: tensors, kept for the backward pass.
-    """
     return _CustomGradient.apply(forward, backward, *inputs)
