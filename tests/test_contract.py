@@ -330,6 +330,7 @@ def test_true_gradients_that_leave_float32_are_an_overflow():
     """Finite as it arrives, infinite after division by a scale below one."""
     run = Run(kmp.scaled("sgd", 2.0**-100))
     before = run.state()
+    run.optimizer.scale_loss(0.0)
     run.optimizer.apply([ops.full((4, 3), 1e20), ops.zeros(3)], run.variables)
     assert_same(run.state(), before)
     assert number(run.optimizer.skipped_steps) == 1
@@ -382,6 +383,7 @@ def test_an_optimizer_that_is_not_built_is_told_to_build():
 def test_apply_builds_on_its_first_call():
     variable = keras.Variable(np.float32([1, 2]))
     optimizer = kmp.scaled("sgd", 8, learning_rate=0.5)
+    optimizer.scale_loss(0.0)
     optimizer.apply([ops.full((2,), 8.0)], [variable])
     np.testing.assert_array_equal(ops.convert_to_numpy(variable), [0.5, 1.5])
 
@@ -392,6 +394,7 @@ def test_a_subset_of_the_variables(chosen):
     run = Run(kmp.scaled(k.SGD(0.1, momentum=0.9), loss_scale=8))
     before = run.state()
     variable = run.variables[chosen]
+    run.optimizer.scale_loss(0.0)
     run.optimizer.apply([ops.full(variable.shape, 8.0)], [variable])
     after = run.state()
     np.testing.assert_array_equal(after[variable.path], before[variable.path] - np.float32(0.1))

@@ -344,6 +344,7 @@ def test_the_floor_is_kept_after_save_and_load(tmp_path):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(kmp.scaled("sgd", kmp.DynamicLossScale(64, min_scale=32)), "mse", **COMPILE)
     bad = [ops.full((1, 1), np.inf), ops.full((1,), np.inf)]
+    model.optimizer.scale_loss(0.0)
     for _ in range(2):
         model.optimizer.apply(bad, model.trainable_variables)
     model.save(tmp_path / "model.keras")

@@ -235,3 +235,14 @@ def replace_optimizer(model: Any, optimizer: keras.optimizers.Optimizer) -> None
     model.optimizer = optimizer
     if "optimizer" in compile_arguments(model):
         model._compile_config.config["optimizer"] = optimizer
+
+
+# Tensors
+
+
+def with_mask_of(x: Any, y: Any) -> Any:
+    """`y`, with the mask that `x` has, if any. Private: `get_keras_mask`, `set_keras_mask`."""
+    mask = keras.src.backend.get_keras_mask(x)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(y, mask)
+    return y

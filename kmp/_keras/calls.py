@@ -10,12 +10,13 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
-from kmp._backend.types import Tree
 from kmp._keras import path_of
+
+Tree: TypeAlias = Any  # nested lists, tuples and dicts of tensors
 
 
 @dataclasses.dataclass(eq=False)

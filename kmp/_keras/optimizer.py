@@ -6,12 +6,14 @@ of it for type checkers.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 from keras import ops
 
-from kmp._backend.types import Gradient, Tensor, Variable
+Variable: TypeAlias = Any  # keras.Variable
+Tensor: TypeAlias = Any  # of any backend
+Gradient: TypeAlias = Any  # Tensor, tf.IndexedSlices or None
 
 if TYPE_CHECKING:
 

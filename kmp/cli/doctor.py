@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import keras
 from keras import ops
 
-from kmp import __version__, _backend
+from kmp import _backend
 from kmp._backend.types import Device, DType
 from kmp.precision.trees import HALF_DTYPES, half_dtype
 
@@ -223,7 +223,7 @@ def environment() -> dict[str, str]:
         f"{os.cpu_count()} CPU cores",
         "backend": backend,
         "XLA will": what_xla_will_do(backend, device.platform),
-        "kmp": __version__,
+        "kmp": version_of("kmp"),
         "python": platform.python_version(),
         **{name: version_of(name) for name in ("keras", "numpy", *packages)},
     }

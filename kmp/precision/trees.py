@@ -10,6 +10,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import DType, Tensor, Tree
+from kmp._keras import with_mask_of
 
 T = TypeVar("T")
 
@@ -72,10 +73,7 @@ def cast_floats(tree: Tree, dtype: DType) -> Any:
         if isinstance(x, (np.ndarray, np.generic)):
             return x.astype(ml_dtypes.finfo(dtype).dtype)
         y = _backend.map_gradient_values(lambda values: ops.cast(values, dtype), x)
-        mask = keras.src.backend.get_keras_mask(x)  # there is no public way to either of the two
-        if mask is not None:
-            keras.src.backend.set_keras_mask(y, mask)
-        return y
+        return with_mask_of(x, y)
 
     return keras.tree.map_structure(cast, tree)
 

@@ -74,7 +74,7 @@ class LossScaleOptimizer(WrapsInner):
     >>> float(model.optimizer.dynamic_scale), int(model.optimizer.skipped_steps)
     (1024.0, 0)
 
-    Source: Micikevicius et al. 2018; skip and rescale as in torch.amp.GradScaler.
+    Source: Micikevicius et al. 2018; torch.amp.GradScaler.
     """
 
     def __init__(
@@ -172,8 +172,7 @@ class LossScaleOptimizer(WrapsInner):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the present scale, in at least float32.
 
-        On TensorFlow and PyTorch it also notes whether the loss is finite. If it is not, the scale
-        is not to blame for gradients that are not finite either, and stays.
+        On TensorFlow and PyTorch it also notes whether the loss is finite: if not, the scale stays.
         """
         self.scale_was_read = True
         if not self.built:
@@ -276,8 +275,7 @@ class LossScaleOptimizer(WrapsInner):
         """Continue from a GradScaler's `state_dict()`, before training: its rule is compiled in.
 
         Raises:
-            ValueError: if a key or value is not a GradScaler's, or the optimizer is not built or
-                not dynamic. Nothing is changed then.
+            ValueError: if it is not a GradScaler's, or the optimizer is not built or not dynamic.
         """
         grad_scaler.load_grad_scaler_state(self, state)
 

@@ -196,9 +196,8 @@ class DynamicLossScale(_Rule):
     256.0
     128.0
 
-    Source: torch.amp.GradScaler, whose scale this equals after each step away from floor and
-    ceiling; the floor, the ceiling and `hysteresis` are DeepSpeed's (`min_loss_scale`,
-    `consecutive_hysteresis`).
+    Source: torch.amp.GradScaler, whose scale this equals away from floor and ceiling; the floor,
+    the ceiling and `hysteresis` are DeepSpeed's (`min_loss_scale`, `consecutive_hysteresis`).
     """
 
     initial_scale: float = 2.0**15

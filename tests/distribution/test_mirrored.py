@@ -121,6 +121,7 @@ def test_sparse_gradients_of_an_embedding(graph):
         table = keras.Variable(np.ones((4, 2), "float32"), name="table")
         optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
         optimizer.build([table])
+        optimizer.scale_loss(0.0)
 
     def replica_step():
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
