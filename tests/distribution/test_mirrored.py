@@ -14,11 +14,11 @@ pytestmark = pytest.mark.only("tensorflow")
 tf = pytest.importorskip("tensorflow")
 
 
-@pytest.mark.parametrize("overflow", OVERFLOWS)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("merge", [True, False], ids=["merge", "no_merge"])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_all_replicas_decide_together(replicas, merge, graph, overflow):
+def test_all_replicas_decide_together(replicas, merge, graph):
+    """One compiled step, which each case takes from the start again."""
     strategy = mirrored(replicas)
     with contextlib.nullcontext() if merge else no_merge_call(strategy):
         run = Run(
@@ -28,12 +28,18 @@ def test_all_replicas_decide_together(replicas, merge, graph, overflow):
             ),
             graph=graph,
         )
-        run.step(gradients(replicas, overflow))
-    skipped = overflow != "none"
+        for overflow in OVERFLOWS:
+            run.restart()
+            run.step(gradients(replicas, overflow))
+            check_the_decision(run, skipped=overflow != "none")
+
+
+def check_the_decision(run, skipped):
+    """The whole state on each replica, after one step."""
+    optimizer = run.optimizer
     expected = [1.0, 2.0] if skipped else [0.75, 2.125]
     for weights in run.on_each_replica(run.variable):
         np.testing.assert_array_equal(weights, np.float32(expected))
-    optimizer = run.optimizer
     for momentum in run.on_each_replica(optimizer.inner_optimizer.momentums[0]):
         np.testing.assert_array_equal(momentum, np.float32([0, 0] if skipped else [-0.25, 0.125]))
     for scale in run.on_each_replica(optimizer.dynamic_scale):
@@ -119,7 +125,7 @@ def test_sparse_gradients_of_an_embedding(graph):
 
     def replica_step():
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        values = tf.constant([[8.0, 16.0]])
+        values = optimizer.scale_loss(tf.constant([[1.0, 2.0]]))
         slices = tf.IndexedSlices(values, tf.reshape(index, [1]), tf.constant([4, 2]))
         optimizer.apply([slices], [table])
 
@@ -189,5 +195,6 @@ def test_a_sweep_and_a_rollback_put_back_what_replicas_hold():
 
 def test_apply_in_cross_replica_context_is_refused():
     run = Run(mirrored(2), lambda: kmp.scaled("sgd"))
+    run.optimizer.scale_loss(1.0)
     with run.strategy.scope(), pytest.raises(ValueError, match="inside the function that you give"):
         run.optimizer.apply([tf.constant([1.0, 1.0])], [run.variable])
