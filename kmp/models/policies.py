@@ -9,7 +9,6 @@ from kmp._keras import forget_functions, give_policy, layers_of, parts_of
 from kmp.models.quantized import quantization_of, quantize_like
 from kmp.precision.policy import Policy, get_policy
 
-
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 
