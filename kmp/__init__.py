@@ -1,6 +1,8 @@
 """kmp: mixed precision for Keras 3 that never loses a run."""
 
 from kmp import callbacks, debug, layers
+from kmp._common import PrecisionWarning
+from kmp.callbacks import protect
 from kmp.health import GradientReport
 from kmp.models import audit, freeze_observers, quantize_aware, to_int8, to_mixed_precision
 from kmp.precision import (
@@ -37,6 +39,7 @@ __all__ = [
     "LossScaleOptimizer",
     "NoOpLossScale",
     "Policy",
+    "PrecisionWarning",
     "ScaleState",
     "StaticLossScale",
     "__version__",
@@ -53,6 +56,7 @@ __all__ = [
     "half_dtype",
     "layers",
     "max_abs",
+    "protect",
     "quantize_aware",
     "scaled",
     "select_tree",

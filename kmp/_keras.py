@@ -1,5 +1,6 @@
 """A model's layers, once each, and the compiled functions that it has cached."""
 
+import contextlib
 from typing import Any
 
 import keras
@@ -61,4 +62,56 @@ def check_built(model: Any) -> None:
         raise ValueError(
             f"`model` must be built, so that its layers are there. Received: {model.name!r}, which "
             "is not. Call it on a batch, or model.build(input_shape), first."
+        )
+
+
+def state_of(layer: keras.Layer) -> list[Any]:
+    """The variables that a layer itself updates in training: moving statistics, counters.
+
+    Neither weights, frozen or not, nor the seeds of random generators. Private:
+    `_non_trainable_variables`; `non_trainable_weights` has the frozen weights too.
+    """
+    return layer._non_trainable_variables
+
+
+def loss_tracker(model: Any) -> Any:
+    """The metric in which the trainer averages the loss of an epoch. Private: `_loss_tracker`."""
+    return model._loss_tracker
+
+
+def set_loss_tracker(model: Any, tracker: Any) -> None:
+    """Let the trainer average the loss of an epoch in another metric. Private: `_loss_tracker`."""
+    vars(model)["_loss_tracker"] = tracker  # `setattr` would list it among the metrics twice
+
+
+def steps_of(optimizer: Any) -> Any:
+    """int[], the steps that a Keras optimizer has applied, micro-steps of accumulation included.
+
+    Private: `_iterations`; under accumulation `iterations` is computed from it, and is no variable.
+    """
+    return optimizer._iterations
+
+
+def strategy_scope(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """The scope in which the variables of a model are made, where TensorFlow distributes it."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return strategy.scope() if strategy else contextlib.nullcontext()
+
+
+def check_compiled(model: Any, owner: str) -> None:
+    """Check that `owner` was given a compiled model.
+
+    Raises:
+        TypeError: if `model` is no Keras model.
+        ValueError: if it is not compiled.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` of {owner} must be a keras.Model. Received: {model!r} (of type "
+            f"{type(model).__name__}). Write keras.Sequential([layer]) for one layer."
+        )
+    if not model.compiled:
+        raise ValueError(
+            f"`model` of {owner} must be compiled. Received: {model.name!r}, which is not. Write "
+            'model.compile(kmp.scaled("adam"), ...) first.'
         )

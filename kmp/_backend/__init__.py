@@ -7,10 +7,13 @@ rest of kmp calls them through this package and otherwise knows `keras.ops` alon
 import keras
 
 from kmp._backend.default import (
+    END_OF_DATA,
+    SEES_LOSS,
     after,
     all_reduce_sum,
     apply,
     are_finite,
+    around_train_step,
     compiled,
     compiled_bytes,
     compiled_for,
@@ -20,20 +23,25 @@ from kmp._backend.default import (
     gradient_sample,
     gradient_values,
     inside_xla,
+    keep_old_unless,
+    kept_values,
     map_gradient_values,
     multiply,
     preserved,
     read,
     reduce_columns,
+    settle,
     step_on_replicas,
     without_functions,
 )
 
 if keras.backend.backend() == "tensorflow":
     from kmp._backend.tensorflow import (
+        END_OF_DATA,
         after,
         all_reduce_sum,
         apply_if,
+        around_train_step,
         compiled_for,
         compute_if,
         device,
@@ -42,13 +50,14 @@ if keras.backend.backend() == "tensorflow":
         gradient_sample,
         gradient_values,
         inside_xla,
+        keep_old_unless,
+        kept_values,
         map_gradient_values,
         matmul_float32,
         multiply,
         note_loss,
         platform,
         reduce_columns,
-        restore_after_skip,
         verdict,
     )
     from kmp._backend.tensorflow_distribute import step_on_replicas
@@ -63,7 +72,9 @@ if keras.backend.backend() == "tensorflow":
     )
 elif keras.backend.backend() == "jax":
     from kmp._backend.jax import (
+        SEES_LOSS,
         after,
+        around_train_step,
         compiled,
         compiled_for,
         compute_if,
@@ -77,7 +88,7 @@ elif keras.backend.backend() == "jax":
         platform,
         read,
         reduce_columns,
-        restore_after_skip,
+        settle,
         verdict,
     )
     from kmp._backend.jax_masked import apply, apply_if
@@ -98,11 +109,11 @@ elif keras.backend.backend() == "torch":
         custom_gradient,
         device,
         device_memory,
+        kept_values,
         matmul_float32,
         multiply,
         note_loss,
         platform,
-        restore_after_skip,
         verdict,
     )
     from kmp._backend.torch_replay import gradients, is_concrete, random_state, watch_gradient

@@ -116,6 +116,53 @@ def read(model: Any, variables: list[Variable]) -> list[Tensor]:
     return [v.value for v in variables]
 
 
+def around_train_step(
+    model: Any,
+    train_step: Callable[..., Any],
+    before: Callable[[], Any],
+    after: Callable[[Any, Any], Any],
+) -> Callable[..., Any]:
+    """Run two functions around Keras's train step, in the same compiled program.
+
+    Both read and assign the variables of the model, its optimizer and its metrics, as ordinary
+    Keras code does.
+
+    Args:
+        model: `keras.Model`, compiled.
+        train_step: its train step, with the signature that the backend's trainer calls.
+        before: called first; what it returns is handed to `after`.
+        after: called with that and with the logs of the train step; returns the logs.
+
+    Returns:
+        A train step with the same signature.
+    """
+
+    def step(data: Any) -> Any:
+        kept = before()
+        return after(kept, train_step(data))
+
+    return step
+
+
+def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
+    """The present values of variables, which later assignments do not change."""
+    return [v.value for v in variables]
+
+
+def keep_old_unless(applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]) -> None:
+    """Give each variable its old value back unless `applied`, a bool[]."""
+    for variable, value in zip(variables, old, strict=True):
+        variable.assign(ops.where(applied, variable.value, value))
+
+
+def settle(model: Any) -> None:
+    """Nothing: the variables of a model that trains hold its state."""
+
+
+END_OF_DATA: tuple[type[Exception], ...] = (StopIteration,)  # raised by a train function
+SEES_LOSS = True  # whether the optimizer is told of a loss that is not finite before it steps
+
+
 def fused_batch_norm(
     x: Tensor,
     gamma: Tensor,

@@ -10,7 +10,7 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 
-from kmp._backend import default as plain
+from kmp._backend import default
 from kmp._backend.tensorflow_distribute import keep_old_values
 from kmp._backend.tensorflow_masked import masked_assignments
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
@@ -72,7 +72,7 @@ def gradient_rows(gradient: Gradient) -> Tensor:
 def gradient_sample(gradient: Gradient, strides: Sequence[int]) -> Tensor:
     """The numbers of a gradient at each so many places along each axis; zero where it has none."""
     if not isinstance(gradient, tf.IndexedSlices):
-        return plain.gradient_sample(gradient, strides)
+        return default.gradient_sample(gradient, strides)
     first, *others = strides
     sampled = gradient.indices % first == 0
     rows = tf.where(sampled, gradient.indices // first, -1)  # negative ones are left out
@@ -130,7 +130,7 @@ def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[
     one column XLA's CPU compiler splits into two, and writes the column for the first of them.
     """
     if not inside_xla():
-        return plain.reduce_columns(columns, axes)
+        return default.reduce_columns(columns, axes)
 
     @tf.function
     def combine(*both):
@@ -178,31 +178,61 @@ def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variabl
     keep_old_values(finite, variables, before)
 
 
-def restore_after_skip(
-    model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
-) -> Callable:
-    """Wrap Keras's train step: a skipped one leaves `undone_of(model)` as it was.
+def around_train_step(
+    model: Any,
+    train_step: Callable[..., Any],
+    before: Callable[[], Any],
+    after: Callable[[Any, Any], Any],
+) -> Callable[..., Any]:
+    """Run two functions around Keras's train step; see `default.around_train_step`.
 
-    Not under a `tf.distribute` strategy.
+    Keras's trainer builds what is not built in the course of the first step. Here it is built
+    before, so that there is a state to keep.
     """
+    around = default.around_train_step(model, train_step, before, after)
 
-    def step(data):
-        if tf.distribute.has_strategy():
-            return train_step(data)  # each replica's statistics are Keras's to reduce
-        # The state to keep has to be there. Metrics are built by Keras's own step, in its course.
+    def step(data: Any) -> Any:
         of_keras = type(model).train_step is keras.Model.train_step
         metrics_built = getattr(model._compile_metrics, "built", True)
         if not (model.optimizer.built and (metrics_built or not of_keras)):
             model._symbolic_build(data_batch=data)
-        optimizer, undone = model.optimizer, undone_of(model)
-        before = [tf.identity(v.value) for v in [optimizer.skipped_steps, *undone]]
-        logs = train_step(data)
-        applied = optimizer.skipped_steps.value == before[0]
-        for variable, old in zip(undone, before[1:], strict=True):
-            variable.assign(tf.where(applied, variable.value, old))
-        return logs
+        return around(data)
 
     return step
+
+
+def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
+    """The present values of variables, read before anything that comes later in the program."""
+    return [tf.identity(v.value) for v in variables]
+
+
+def keep_old_unless(applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]) -> None:
+    """Give each variable its old value back unless `applied`, a bool[].
+
+    Outside XLA in a branch, which reads and writes nothing in a step that was applied. With
+    replicas each one selects for its own variables (metrics), and all of them for those that they
+    share.
+    """
+    if tf.distribute.has_strategy():
+        own = [v.value.synchronization == tf.VariableSynchronization.ON_READ for v in variables]
+        pairs = list(zip(variables, old, strict=True))
+        mine = [pair for pair, is_own in zip(pairs, own, strict=True) if is_own]
+        shared = [pair for pair, is_own in zip(pairs, own, strict=True) if not is_own]
+        default.keep_old_unless(applied, [v for v, _ in mine], [x for _, x in mine])
+        keep_old_values(applied, [v for v, _ in shared], [x for _, x in shared])
+    elif inside_xla():
+        default.keep_old_unless(applied, variables, old)
+    else:
+
+        def put_back() -> Tensor:
+            for variable, value in zip(variables, old, strict=True):
+                variable.assign(value)
+            return applied
+
+        tf.cond(applied, lambda: applied, put_back)
+
+
+END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
 
 
 def compiled_for() -> str | None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from keras import ops
@@ -92,21 +91,9 @@ def apply_if(finite: Tensor, update: Callable[[], None], variables: list[Variabl
         update()
 
 
-def restore_after_skip(
-    model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
-) -> Callable:
-    """Wrap Keras's train step: a skipped one leaves `undone_of(model)` as it was."""
-
-    def step(data):
-        optimizer, undone = model.optimizer, undone_of(model)
-        before = [v.value.detach().clone() for v in [optimizer.skipped_steps, *undone]]
-        logs = train_step(data)
-        applied = optimizer.skipped_steps.value == before[0]
-        for variable, old in zip(undone, before[1:], strict=True):
-            variable.assign(torch.where(applied, variable.value, old))
-        return logs
-
-    return step
+def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
+    """Copies of the present values of variables, which torch assigns in place."""
+    return [v.value.detach().clone() for v in variables]
 
 
 def platform() -> str:

@@ -8,12 +8,13 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
 from kmp._common import whole_number
 from kmp._keras import layers_of
 from kmp.callbacks.cadence import Cadence, read_report, require_measuring_optimizer
 from kmp.callbacks.dashboard import Dashboard
-from kmp.callbacks.train_step import guard_train_step
+from kmp.callbacks.protection import Claim, protect_fit, release
 from kmp.callbacks.verdict import Limits, Verdict, judge, significant
 from kmp.health.measure import FIRST_STEPS
 from kmp.health.report import GradientReport
@@ -141,16 +142,14 @@ class GradientHealth(keras.callbacks.Callback):
     def set_model(self, model):
         super().set_model(model)
         require_measuring_optimizer(self, model)
-        guard_train_step(model)
-        if not model.optimizer.measures_details:
-            model.optimizer.measures_details = True
-            model.train_function = None  # it was compiled without them
+        self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
 
     def on_train_begin(self, logs=None):
-        report = read_report(self._model)
+        self._switch_on()
+        report = read_report(self._trained)
         step = report.step if report else 0
-        if self._model.optimizer is not self._optimizer:
-            self._begin(self._model.optimizer, step)
+        if self._trained.optimizer is not self._optimizer:
+            self._begin(self._trained.optimizer, step)
         self._cadence.epoch_start, self._epoch_steps = step, 1
         self._past.clear()
         if report and report.step:
@@ -187,13 +186,30 @@ class GradientHealth(keras.callbacks.Callback):
             logs["update_ratio"] = self._ratio
             logs["verdict"] = self.verdict.code if self.verdict else 0
 
+    def _switch_on(self) -> None:
+        """Protect this `fit`, and let its steps measure details as often as this looks."""
+        optimizer = self._trained.optimizer
+        details, often = optimizer.measures_details, None
+        if optimizer.built:
+            often = ops.convert_to_numpy(optimizer.sampling)[:2]
+        optimizer.measures_details = True
+
+        def undo() -> None:
+            optimizer.measures_details = details
+            if often is not None:
+                noted = ops.convert_to_numpy(optimizer.sampling)[2:]
+                optimizer.sampling.assign(np.concatenate([often, noted]))
+
+        protect_fit(self._trained, Claim(self, variant="details", undo=undo))
+
     def on_train_end(self, logs=None):
+        release(self._trained, self)
         if self._dashboard is not None:
             self._dashboard.close()
             self._dashboard = None
 
     def _look(self) -> GradientReport | None:
-        report = read_report(self._model)
+        report = read_report(self._trained)
         if report is None or (self.report and self.report.step == report.step):
             return report
         self.report = report
@@ -205,7 +221,7 @@ class GradientHealth(keras.callbacks.Callback):
             report,
             self._past[-1] if self._past else None,
             self._reference(report),
-            self._model.optimizer.loss_scale,
+            self._trained.optimizer.loss_scale,
             self.limits,
             float16={p: x.path for p, x in layers.items() if x.compute_dtype == "float16"},
             update_ratios=list(self._update_ratios),
@@ -227,14 +243,14 @@ class GradientHealth(keras.callbacks.Callback):
         """`{path of a trainable variable: its layer}`."""
         return {
             variable.path: layer
-            for layer in layers_of(self._model)
+            for layer in layers_of(self._trained)
             for variable in layer._trainable_variables
         }
 
     def _update_ratio(self, report: GradientReport) -> float:
         """The median over the matrices; over all variables if there are none. NaN if unknown."""
         ratios = report.update_ratio
-        matrices = {v.path for v in self._model.trainable_variables if len(v.shape) > 1}
+        matrices = {v.path for v in self._trained.trainable_variables if len(v.shape) > 1}
         chosen = [x for path, x in ratios.items() if path in matrices] or list(ratios.values())
         return float(np.median(chosen)) if chosen else math.nan
 
@@ -281,7 +297,7 @@ class GradientHealth(keras.callbacks.Callback):
         warnings.warn(f"Step {step}: {kind} in {named}{more}: {advice}", stacklevel=2)
 
     def _warn_of_unscaled_float16(self) -> None:
-        model: Any = self._model
+        model: Any = self._trained
         if not isinstance(model.optimizer.loss_scale, NoOpLossScale):
             return
         layers = [x for x in layers_of(model)[1:] if x.path]  # Input has none

@@ -46,7 +46,6 @@ class SweptModel:
         # Copies: the next step may write into the buffers that NumPy would look at.
         self._values = [(v, np.array(ops.convert_to_numpy(v))) for v in unique(variables)]
         self._random_states = RandomStates()
-        self._model = model
         self._inner = getattr(optimizer, "inner_optimizer", optimizer)
         applied = int(ops.convert_to_numpy(self._inner._iterations))
         self.sweep = Sweep(min_lr, max_lr, steps, applied)
@@ -56,12 +55,11 @@ class SweptModel:
         self._inner.__dict__["_learning_rate"] = self.sweep
 
     def restore(self) -> None:
-        """Put everything back, and drop the train function, in which the sweep is compiled."""
+        """Put everything back."""
         self._inner.__dict__["_learning_rate"] = self._learning_rate
         for variable, value in self._values:
             variable.assign(value)
         self._random_states.restore()
-        self._model.train_function = None
 
 
 def unique(variables: list) -> list:

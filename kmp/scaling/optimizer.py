@@ -11,6 +11,7 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice
+from kmp.health import measure as health
 from kmp.scaling import checkpoint
 from kmp.scaling import rules as scaling
 from kmp.scaling.arguments import (
@@ -167,6 +168,11 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         return not (isinstance(self.loss_scale, NoOpLossScale) or self.loss_scale == _SCALE_OF_1)
 
     @property
+    def present_state(self) -> ScaleState:
+        """The loss scale's state as tensors. Who asks here is not taken to scale the loss by it."""
+        return self._state
+
+    @property
     def scale_state(self) -> ScaleState:
         """The loss scale's state as tensors, to read or to hand to `loss_scale`."""
         self.scale_was_read = True
@@ -238,6 +244,26 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
             warn_of_unscaled_loss()
         if not _backend.step_on_replicas(self, grads, variables):
             self.step(grads, variables)
+
+    def loss_was_not_finite(self, before: ScaleState, nonfinite: Tensor) -> None:
+        """Take back what the last step did to the scale, if its loss was not finite.
+
+        The scale is not to blame for the gradients of such a loss. On TensorFlow and PyTorch
+        `scale_loss` notes it in time; on JAX, where the loss is scaled inside a pure function,
+        `kmp.protect` calls this after the step.
+
+        Args:
+            before: the state of the scale before the step; see `present_state`.
+            nonfinite: bool[], whether the step was skipped and its loss was not finite.
+        """
+        now = self.present_state
+        fewer = ops.minimum(before.finite_steps, now.finite_steps)
+        steps = ops.where(nonfinite, fewer, now.finite_steps)
+        self.scale_variable.assign(ops.where(nonfinite, before.scale, now.scale))
+        self.step_counter.assign(ops.cast(steps, self.step_counter.dtype))
+        if self.gradient_health is not None:
+            events = ops.convert_to_tensor(self.overflow_events)
+            self.overflow_events.assign(health.mark_loss(events, nonfinite))
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Tensor], loss: Tensor) -> Tensor:
         """`scale_loss` as a pure function, for JAX.

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 from conftest import BACKEND
 from keras import ops
-from linear_runs import JIT, RATE, SPE, data, fit, linear_model
+from linear_runs import JIT, RATE, SPE, data, fit, last_progress, linear_model
 
 import kmp
 from kmp.callbacks import DivergenceGuard, SpikeDetector
-from kmp.callbacks.loss_tracker import read_progress
 from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
 
 QUICK = {"update_freq": 1, "detector": SpikeDetector(window=10)}
@@ -25,7 +24,7 @@ def fit_high(model, guard, steps=56, **arguments):
 
 
 def messages(caught):
-    return [str(w.message) for w in caught if w.category is UserWarning]
+    return [str(w.message) for w in caught if w.category is kmp.PrecisionWarning]
 
 
 @pytest.mark.parametrize("spe", SPE)
@@ -42,14 +41,14 @@ def test_a_spike_is_warned_of_once(spe):
         f"Step {step}: the loss diverged: {high:.3g}, where the median of the last "
         f"{HIGH_FROM // spe} readings is {np.median(losses):.3g}. Nothing was done."
     ]
-    assert read_progress(model).seen_steps == 56 and guard.rollbacks == 0
+    assert last_progress(model).seen_steps == 56 and guard.rollbacks == 0
 
 
 def test_stop():
     model = linear_model(kmp.scaled("sgd", learning_rate=0.0))
     with pytest.warns(UserWarning, match=r"Step 43: the loss diverged.*Training stops\.$"):
         fit_high(model, DivergenceGuard("stop", **QUICK))
-    assert read_progress(model).seen_steps == 44
+    assert last_progress(model).seen_steps == 44
 
 
 @pytest.mark.parametrize("spe", SPE)
