@@ -115,3 +115,12 @@ def check_compiled(model: Any, owner: str) -> None:
             f"`model` of {owner} must be compiled. Received: {model.name!r}, which is not. Write "
             'model.compile(kmp.scaled("adam"), ...) first.'
         )
+
+
+def own_weights(layer: keras.Layer) -> list[Any]:
+    """The trainable variables of a layer itself, frozen or not.
+
+    Private: `_trainable_variables`; `trainable_variables` includes those of the layers inside, and
+    is empty for a frozen layer.
+    """
+    return layer._trainable_variables
