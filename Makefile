@@ -1,21 +1,27 @@
-# `make quickstart` and `make test` need nothing but Python 3.11+ (with venv) and make:
-# each builds the virtual environment it uses.
+# `make quickstart`, `make test` and `make test-all` need nothing but Python 3.11+ (with venv) and
+# make: each builds the virtual environment it uses.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-BACKENDS ?= tensorflow jax torch
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+CORE = tests/test_contract.py tests/test_faults.py
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: quickstart test lint compiled-counts clean
+.PHONY: quickstart test test-all lint compiled-counts clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
 
+# Lint, types, the contract and every public name: TensorFlow, and the contract's core on JAX.
 test: $(VENV)/test.stamp lint
-	@set -e; for backend in $(BACKENDS); do \
-	  echo "== tests on $$backend =="; \
-	  KERAS_BACKEND=$$backend $(BIN)/python -m pytest -n 2 --dist worksteal; \
-	done
+	KERAS_BACKEND=tensorflow $(PYTEST) -m "not wide and not slow"
+	KERAS_BACKEND=jax $(PYTEST) -m "core and not wide and not slow" $(CORE)
+
+# Everything, on three backends. CI runs this. What `make test` has just run is left out.
+test-all: test
+	KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "wide or slow"
+	KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
+	KERAS_BACKEND=torch $(PYTEST) --durations=25
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -23,7 +23,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from typing import NamedTuple
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -35,6 +34,7 @@ import models
 from jax import numpy as jnp
 
 import kmp
+from kmp.cli.doctor import version_of
 
 MODELS = ("large_transformer", "resnet50")
 # name: (what it is compared with, what it needs)
@@ -221,7 +221,7 @@ def environment() -> dict:
     found = {}
     for name in ("keras", "jax", "jmp", "flax", "optax", "torch"):
         installed = importlib.util.find_spec(name) is not None
-        found[name] = metadata.version(name) if installed else "not installed"
+        found[name] = version_of(name) if installed else "not installed"
     device = jax.devices()[0]
     processor = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
     name = processor if device.platform == "cpu" else device.device_kind

@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import metadata
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,6 +35,7 @@ from models import MODELS
 
 import kmp
 from kmp._backend import jax as side
+from kmp.cli.doctor import version_of
 
 # What XLA's compiler needs to know of the device; NVIDIA's public figures.
 H100 = """
@@ -183,7 +183,7 @@ def main() -> None:
             command += ["--accumulate", str(accumulate)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             results[name][variant] = json.loads(done.stdout.splitlines()[-1])
-    versions = {name: metadata.version(name) for name in ("keras", "jax", "jaxlib")}
+    versions = {name: version_of(name) for name in ("keras", "jax", "jaxlib")}
     if arguments.json:
         chosen = vars(arguments)
         print(json.dumps({"arguments": chosen, "versions": versions, "results": results}))

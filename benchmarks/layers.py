@@ -17,7 +17,6 @@ import platform
 import statistics
 import sys
 import time
-from importlib import metadata
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # keep TensorFlow's start-up quiet
 
@@ -26,6 +25,7 @@ import numpy as np
 from keras import ops
 
 import kmp
+from kmp.cli.doctor import version_of
 
 BACKEND = keras.backend.backend()
 # name: (kmp's layer, Keras's, shape of the inputs)
@@ -155,7 +155,7 @@ def measure(name: str, half: str, rounds: int, small: bool, xla: bool) -> dict:
 def environment() -> dict:
     """Versions and device."""
     names = {"tensorflow": ["tensorflow"], "jax": ["jax", "jaxlib"], "torch": ["torch"]}[BACKEND]
-    versions = {name: metadata.version(name) for name in ("keras", "numpy", *names)}
+    versions = {name: version_of(name) for name in ("keras", "numpy", *names)}
     found = kmp._backend.device()
     processor = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
     device = processor if found.platform == "cpu" else found.name

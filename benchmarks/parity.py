@@ -21,7 +21,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 from kmp.cli.certify import Certificate, certify
 from kmp.cli.doctor import environment
-from kmp.cli.printing import end_progress, show_progress
+from kmp.cli.printing import Progress
 from kmp.cli.tasks import TASKS
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "parity.md"
@@ -98,8 +98,8 @@ def main() -> None:
     start = time.time()
     certificates = []
     for task in TASKS.values():
-        certificates.append(certify(task, say=show_progress))
-        end_progress()
+        with Progress(f"certify {task.name}") as progress:
+            certificates.append(certify(task, progress=progress))
         print(f"{certificates[-1]}\n", flush=True)
     page = markdown(certificates, (time.time() - start) / 60, time.process_time() / 60)
     arguments.output.write_text(page, encoding="utf-8")

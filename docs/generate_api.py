@@ -96,7 +96,7 @@ def page() -> str:
         "# API reference",
         "",
         "Generated from the docstrings by `python docs/generate_api.py`; their examples run in",
-        "`tests/test_layering.py`. Shapes stand behind dtypes: `float32[num_variables, 5]`.",
+        "`tests/test_docstrings.py`. Shapes stand behind dtypes: `float32[num_variables, 5]`.",
         "",
     ]
     for module, names in MODULES.items():

@@ -56,7 +56,7 @@ def main() -> None:
     probabilities = model.predict(x_test, verbose=0)
     accuracy = {"float32": model.evaluate(x_test, y_test, verbose=0)[1]}
 
-    model, report = kmp.to_mixed_precision(model, "mixed_float16")
+    report = kmp.to_mixed_precision(model, "mixed_float16")
     print(f"{report}\nLeft to fear:\n{kmp.audit(model) or 'nothing'}\n")
     accuracy["converted"] = model.evaluate(x_test, y_test, verbose=0)[1]
     change = np.abs(model.predict(x_test, verbose=0) - probabilities).max()

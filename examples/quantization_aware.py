@@ -76,23 +76,27 @@ def quantize_after_training(
     model: keras.Model, bits: tuple[int, int], x: np.ndarray
 ) -> keras.Model:
     """The same rounding, the weights as they are: the data pass once to find the ranges."""
-    model, _ = kmp.quantize_aware(copy_of(model), weight_bits=bits[0], activation_bits=bits[1])
+    model = copy_of(model)
+    kmp.quantize_aware(model, weight_bits=bits[0], activation_bits=bits[1])
     for start in range(0, len(x), 256):
         model(x[start : start + 256], training=True)
-    return kmp.to_int8(model)[0]
+    kmp.to_int8(model)
+    return model
 
 
 def quantize_in_training(
     model: keras.Model, bits: tuple[int, int], x: np.ndarray, y: np.ndarray, epochs: int
 ) -> keras.Model:
     """The ranges settle in the first half of the epochs; the weights go on learning."""
-    model, _ = kmp.to_mixed_precision(copy_of(model), "mixed_float16")
+    model = copy_of(model)
+    kmp.to_mixed_precision(model, "mixed_float16")
     half = epochs * (len(x) // 64 + 1) // 2
-    model, _ = kmp.quantize_aware(
+    kmp.quantize_aware(
         model, weight_bits=bits[0], activation_bits=bits[1], momentum=0.9, freeze_after=half
     )
     train(model, x, y, epochs, 1e-3)
-    return kmp.to_int8(model)[0]
+    kmp.to_int8(model)
+    return model
 
 
 def main() -> None:

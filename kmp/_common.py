@@ -1,9 +1,16 @@
 """Checks of what users pass in, with what to write instead; warnings; the table of reports."""
 
+import itertools
+import math
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 # Between the smallest normal float32 and its reciprocal, neither S nor 1/S leaves float32.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -74,6 +81,36 @@ def whole_number(name: str, value: Any, owner: str) -> int:
     return int(count)
 
 
+def check_factors(owner: str, growth_factor: float, backoff_factor: float) -> None:
+    """Raise ValueError unless the scale grows when it grows, and sinks when it backs off."""
+    for name, value, fits, wanted, instead in (
+        ("growth_factor", growth_factor, 1 < growth_factor < math.inf, "above 1", "2.0"),
+        ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "between 0 and 1", "0.5"),
+    ):
+        if not fits:
+            raise ValueError(
+                f"`{name}` of {owner} must be a finite number {wanted}. Received: {name}={value}. "
+                f"Write {name}={instead}, the usual choice."
+            )
+
+
+def check_scales(owner: str, initial_scale: float, min_scale: float, max_scale: float) -> None:
+    """Raise ValueError unless `min_scale <= initial_scale <= max_scale`."""
+    if min_scale > max_scale:
+        raise ValueError(
+            f"`min_scale` of {owner} must not be above `max_scale`. Received: "
+            f"min_scale={min_scale}, max_scale={max_scale}. Swap the two, or leave one at its "
+            "default (1 and 2**24)."
+        )
+    if not min_scale <= initial_scale <= max_scale:
+        raise ValueError(
+            f"`initial_scale` of {owner} must lie in [min_scale, max_scale]. Received: "
+            f"initial_scale={initial_scale}, min_scale={min_scale}, max_scale={max_scale}. Pass "
+            f"min_scale={min(initial_scale, 1.0)} or max_scale={max(initial_scale, 2.0**24)} with "
+            "it."
+        )
+
+
 def checked_choice(name: str, value: str, choices: Sequence[str]) -> str:
     """Return `value` if it is one of `choices`."""
     if value not in choices:
@@ -84,10 +121,18 @@ def checked_choice(name: str, value: str, choices: Sequence[str]) -> str:
     return value
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows of equal length, the header first: text to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    )
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Align the columns of rows of equal length, the header first.
+
+    The first `left` columns are text, to the left; the others are numbers, to the right.
+    """
+    grid = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for i in range(len(rows[0])):
+        grid.add_column(justify="left" if i < left else "right", no_wrap=True)
+    for row in rows:
+        grid.add_row(*map(Text, row))  # a plain str would be read as markup
+    width = 2 * sum(cell_len(cell) + 2 for cell in itertools.chain(*rows))  # no line is longer
+    console = Console(width=width, color_system=None, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

@@ -51,7 +51,8 @@ class SummaryWriter:
         path = os.fspath(log_dir) if isinstance(log_dir, str | os.PathLike) else log_dir
         if not isinstance(path, str):
             raise TypeError(_message("`log_dir` must be a path", log_dir, 'log_dir="logs/run_1"'))
-        if not path or "://" in path:  # makedirs would take gs://bucket for a local "gs:"
+        # `makedirs` would take gs://bucket for a local directory "gs:".
+        if not path or "://" in path or os.path.isfile(path):
             expected = "`log_dir` must be a directory of the local file system"
             raise ValueError(_message(expected, log_dir, 'log_dir="logs/run_1" and copy it later'))
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -96,6 +97,7 @@ class SummaryWriter:
         """Writes a text for the tab Text, which renders it as Markdown."""
         if not isinstance(markdown, str):
             raise TypeError(_message("`markdown` must be a str", markdown, "str(report)"))
+        _check_unicode("`markdown`", markdown)
         self._write_summary("text", {tag: _string(markdown.encode())}, step)
 
     def histogram(
@@ -216,12 +218,13 @@ class SummaryWriter:
         if isinstance(step, bool) or not isinstance(step, numbers.Integral):
             expected = "`step` must be an int, the training step"
             raise TypeError(_message(expected, step, "step=int(optimizer.iterations)"))
-        if step < 0:
-            expected = "`step` must be a training step, counted from 0"
+        if not 0 <= step < 2**63:
+            expected = "`step` must be a training step, counted from 0, and below 2**63"
             raise ValueError(_message(expected, step, "step=0 for what precedes training"))
         for tag in tensors:
             if not isinstance(tag, str) or not tag:
                 raise TypeError(_message("`tag` must be a str and not empty", tag, '"loss_scale"'))
+            _check_unicode("`tag`", tag)
         metadata = {
             "plugin_data": {"plugin_name": plugin},
             "data_class": _DATA_CLASSES.get(plugin, "DATA_CLASS_TENSOR"),
@@ -246,6 +249,15 @@ class SummaryWriter:
 def _message(expected: str, received: object, example: str) -> str:
     kind = type(received).__name__
     return f"{expected}. Received: {received!r} (of type {kind}). Write {example}."
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """Raise ValueError for a text that files cannot hold: half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        example = "text.encode(errors='replace').decode()"
+        raise ValueError(_message(f"{name} must be Unicode ({error})", text, example)) from error
 
 
 def _string(content: bytes) -> dict[str, Any]:

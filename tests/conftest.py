@@ -32,10 +32,6 @@ if BACKEND == "tensorflow":
     )
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "only(*backends): runs on these backends alone")
-
-
 def pytest_unconfigure():
     cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
     if cache.endswith(f"kmp-{os.getpid()}"):  # a worker has that of the process that started it
@@ -44,9 +40,14 @@ def pytest_unconfigure():
 
 # Of statistics, files and texts: the same code runs whatever the backend.
 ABOUT_NO_BACKEND = {
+    "test_common.py",
+    "test_costs.py",
     "test_dashboard.py",
     "test_equivalence.py",
     "test_float_formats.py",
+    "test_ledger.py",
+    "test_printing.py",
+    "test_house.py",
     "test_spike_detector.py",
     "test_summaries.py",
 }

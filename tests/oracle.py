@@ -73,6 +73,7 @@ class Run:
         ]
         self.optimizer, self.mode = optimizer, mode
         optimizer.build(self.variables)
+        self._start = [np.array(keras.ops.convert_to_numpy(v)) for v in self._all()]
         if mode == "jit":
             self._step = compiled(optimizer.stateless_apply, mode)
         else:
@@ -81,6 +82,14 @@ class Run:
     @property
     def inner(self):
         return getattr(self.optimizer, "inner_optimizer", self.optimizer)
+
+    def restart(self):
+        """Put every variable back to where it began; what has been compiled stays."""
+        for variable, value in zip(self._all(), self._start, strict=True):
+            variable.assign(value)
+
+    def _all(self):
+        return self.variables + self.optimizer.variables
 
     def step(self, gradients):
         """Take one step; None stands for a variable without a gradient."""

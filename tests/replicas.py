@@ -33,7 +33,17 @@ class Run:
             self.variable = keras.Variable(np.array(start, "float32"), name="kernel")
             self.optimizer = make_optimizer()
             self.optimizer.build([self.variable])
+        self.start = [v.numpy() for v in self.variables]
         self.compiled = None
+
+    @property
+    def variables(self):
+        return [self.variable, *self.optimizer.variables]
+
+    def restart(self):
+        """Put every variable back to where it began; what has been compiled stays."""
+        for variable, value in zip(self.variables, self.start, strict=True):
+            variable.assign(value)
 
     def step(self, per_replica):
         """per_replica: float32[replicas, 2], the gradient of the unscaled loss on each."""

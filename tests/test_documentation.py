@@ -9,7 +9,6 @@ import re
 import shlex
 import sys
 
-import numpy as np
 import pytest
 
 import kmp
@@ -45,8 +44,8 @@ def with_blocks(language):
 def test_blocks_are_of_a_kind_that_is_tested(name):
     """What a page prints or states as a rule stands in blocks without a language."""
     kinds = {language for language, _ in blocks(PAGES[name])}
-    # The examples of the reference are those of the docstrings, which test_layering.py runs.
-    assert kinds <= ({"", "pycon"} if name == "docs/api.md" else {"", "python", "bash"})
+    # The examples of the reference are those of the docstrings, which test_docstrings.py runs.
+    assert kinds <= ({"", "pycon"} if name == "docs/api.md" else {"", "python", "bash", "diff"})
 
 
 @pytest.mark.filterwarnings("ignore:Step 1. gradient overflow")  # the scale is being found
@@ -64,11 +63,11 @@ def test_python_runs(name, python, tmp_path, monkeypatch):
 
 def check_the_readme(namespace, printed):
     shown, said = (re.sub(r"sequential\w*", "sequential", x) for x in (PAGES["README.md"], printed))
-    assert all(line in shown for line in said.splitlines()[:6])  # of to_mixed_precision
-    model, health = namespace["model"], namespace["health"]
-    images = np.random.default_rng(0).random((4, 8, 8, 1))
-    model.fit(images, np.arange(4), callbacks=[health], verbose=0)
-    assert "float32_output_dense/kernel" in str(health.report)
+    assert "HEALTHY: loss scale 32768, 0 skipped." in said
+    assert "float32_output_dense/kernel" in str(namespace["health"].report)
+    table = said[said.index("layer  ") :].splitlines()[:6]  # of to_mixed_precision
+    assert all(line in shown for line in table)
+    assert "FORWARD: the cast of the inputs of" in said
 
 
 @pytest.mark.parametrize("name, bash", with_blocks("bash"))
@@ -92,8 +91,11 @@ def check_command(words):
     elif program == "pip":
         for extra in re.search(r"\[([\w,]+)\]$", arguments[-1])[1].split(","):
             assert re.search(rf"^{extra} =", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
-    elif program == "python" and arguments[:2] == ["-m", "kmp"]:
-        check_options(arguments[3:], printed_help(arguments[2]))
+    elif program == "export":
+        assert re.fullmatch(r"KERAS_BACKEND=(tensorflow|jax|torch)", arguments[0])
+    elif program == "kmp" or arguments[:2] == ["-m", "kmp"]:
+        arguments = arguments if program == "kmp" else arguments[2:]
+        check_options(arguments[1:], printed_help(arguments[0]))
     elif program == "python" and arguments[0] == "-m":
         assert importlib.util.find_spec(arguments[1])
         assert all((ROOT / x).exists() for x in arguments[2:])

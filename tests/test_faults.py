@@ -156,6 +156,7 @@ class Subject:
         )
         self.optimizer = kmp.scaled(inner, rule, on_overflow=on_overflow)
         self.optimizer.build(self.weights)
+        self.optimizer.scale_loss(0.0)
         self.variables = self.weights + self.optimizer.variables
         self.start = [ops.convert_to_numpy(v) for v in self.variables]
 

@@ -100,7 +100,7 @@ def test_scalar_is_the_nearest_float32(tmp_path, value):
     assert array.tobytes() == expected.tobytes()  # bits: NaN, the sign of zero
 
 
-@pytest.mark.parametrize("step", [0, 2**40, np.int32(3)])
+@pytest.mark.parametrize("step", [0, 2**40, 2**63 - 1, np.int32(3)])
 def test_step_is_kept(tmp_path, step):
     with SummaryWriter(tmp_path) as writer:
         writer.scalar("loss", 1.0, step)
@@ -291,6 +291,12 @@ def test_wrong_log_dir(tmp_path, monkeypatch, log_dir, error, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_is_no_log_dir(tmp_path):
+    (tmp_path / "taken").touch()
+    with pytest.raises(ValueError, match=r"must be a directory.*Received: .*taken"):
+        SummaryWriter(tmp_path / "taken")
+
+
 WRONG_CALLS = {
     "value-str": (
         lambda w: w.scalar("loss", "0.5", 0),
@@ -303,12 +309,28 @@ WRONG_CALLS = {
     "value-complex": (lambda w: w.scalar("loss", 1j, 0), TypeError, "(of type complex)"),
     "value-none": (lambda w: w.scalar("loss", None, 0), TypeError, "(of type NoneType)"),
     "mapping": (lambda w: w.scalars([1.0], 0), TypeError, "`mapping` must be a dict"),
+    "tag-surrogate": (
+        lambda w: w.scalar("\udcff", 1.0, 0),
+        ValueError,
+        "`tag` must be Unicode ('utf-8' codec can't encode character",
+    ),
+    "text-surrogate": (
+        lambda w: w.text("report", "\udcff", 0),
+        ValueError,
+        "`markdown` must be Unicode ('utf-8' codec can't encode character",
+    ),
+    "step-large": (
+        lambda w: w.scalar("loss", 1.0, 2**63),
+        ValueError,
+        "counted from 0, and below 2**63. Received: 9223372036854775808",
+    ),
     "tag-type": (lambda w: w.scalar(3, 1.0, 0), TypeError, "`tag` must be a str and not empty"),
     "tag-empty": (lambda w: w.text("", "x", 0), TypeError, "Received: '' (of type str). Write"),
     "step-negative": (
         lambda w: w.scalar("loss", 1.0, -1),
         ValueError,
-        "`step` must be a training step, counted from 0. Received: -1 (of type int). Write step=0",
+        "`step` must be a training step, counted from 0, and below 2**63. "
+        "Received: -1 (of type int). Write step=0",
     ),
     "step-float": (
         lambda w: w.text("t", "x", 1.0),

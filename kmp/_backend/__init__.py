@@ -1,125 +1,67 @@
 """What differs between backends: the only place that names tf, jax or torch.
 
-`plain` has what most of them share; each backend's files have the rest, and what is its own. The
-rest of kmp calls them through this package and otherwise knows `keras.ops` alone.
+`interface.Backend` declares and documents each function. They are bound here by name, to those of
+the backend that Keras runs on.
 """
+
+import importlib
+from typing import TYPE_CHECKING
 
 import keras
 
-from kmp._backend.default import (
-    END_OF_DATA,
-    SEES_LOSS,
-    after,
-    all_reduce_sum,
-    apply,
-    are_finite,
-    around_train_step,
-    compiled,
-    compiled_bytes,
-    compiled_for,
-    compiled_step_bytes,
-    fused_batch_norm,
-    gradient_rows,
-    gradient_sample,
-    gradient_values,
-    inside_xla,
-    keep_old_unless,
-    kept_values,
-    map_gradient_values,
-    multiply,
-    preserved,
-    read,
-    reduce_columns,
-    settle,
-    step_on_replicas,
-    without_functions,
-)
+from kmp._backend.interface import Backend
 
-if keras.backend.backend() == "tensorflow":
-    from kmp._backend.tensorflow import (
-        END_OF_DATA,
-        after,
-        all_reduce_sum,
-        apply_if,
-        around_train_step,
-        compiled_for,
-        compute_if,
-        device,
-        device_memory,
-        gradient_rows,
-        gradient_sample,
-        gradient_values,
-        inside_xla,
-        keep_old_unless,
-        kept_values,
-        map_gradient_values,
-        matmul_float32,
-        multiply,
-        note_loss,
-        platform,
-        reduce_columns,
-        verdict,
-    )
-    from kmp._backend.tensorflow_distribute import step_on_replicas
-    from kmp._backend.tensorflow_layers import custom_gradient, fused_batch_norm
-    from kmp._backend.tensorflow_replay import (
-        gradients,
-        is_concrete,
-        preserved,
-        random_state,
-        watch_gradient,
-        without_functions,
-    )
-elif keras.backend.backend() == "jax":
-    from kmp._backend.jax import (
-        SEES_LOSS,
-        after,
-        around_train_step,
-        compiled,
-        compiled_for,
-        compute_if,
-        custom_gradient,
-        device,
-        device_memory,
-        gradient_sample,
-        inside_xla,
-        matmul_float32,
-        note_loss,
-        platform,
-        read,
-        reduce_columns,
-        settle,
-        verdict,
-    )
-    from kmp._backend.jax_masked import apply, apply_if
-    from kmp._backend.jax_replay import (
-        compiled_bytes,
-        compiled_step_bytes,
-        gradients,
-        is_concrete,
-        random_state,
-        watch_gradient,
-        without_functions,
-    )
-elif keras.backend.backend() == "torch":
-    from kmp._backend.torch import (
-        apply_if,
-        are_finite,
-        compute_if,
-        custom_gradient,
-        device,
-        device_memory,
-        kept_values,
-        matmul_float32,
-        multiply,
-        note_loss,
-        platform,
-        verdict,
-    )
-    from kmp._backend.torch_replay import gradients, is_concrete, random_state, watch_gradient
-else:
+_NAME = keras.backend.backend()
+if _NAME not in ("tensorflow", "jax", "torch"):
     raise ImportError(
         "kmp runs on the Keras backends tensorflow, jax and torch. Received: "
-        f"KERAS_BACKEND={keras.backend.backend()}. Set the environment variable KERAS_BACKEND to "
-        "one of these three before importing keras."
+        f"KERAS_BACKEND={_NAME}. Set the environment variable KERAS_BACKEND to one of these three "
+        "before importing keras."
     )
+_backend: Backend = importlib.import_module(f"kmp._backend.{_NAME}")
+
+if TYPE_CHECKING:  # each of them is held against the interface
+    from kmp._backend import jax, tensorflow, torch
+
+    _all: tuple[Backend, Backend, Backend] = (jax, tensorflow, torch)
+
+END_OF_DATA = _backend.END_OF_DATA
+SEES_LOSS = _backend.SEES_LOSS
+after = _backend.after
+all_reduce_sum = _backend.all_reduce_sum
+are_finite = _backend.are_finite
+around_train_step = _backend.around_train_step
+compiled = _backend.compiled
+compiled_bytes = _backend.compiled_bytes
+compiled_step_bytes = _backend.compiled_step_bytes
+compute_if = _backend.compute_if
+custom_gradient = _backend.custom_gradient
+device = _backend.device
+device_memory = _backend.device_memory
+flags = _backend.flags
+from_host = _backend.from_host
+fused_batch_norm = _backend.fused_batch_norm
+gradient_rows = _backend.gradient_rows
+gradient_sample = _backend.gradient_sample
+gradient_values = _backend.gradient_values
+gradients = _backend.gradients
+inside_xla = _backend.inside_xla
+is_concrete = _backend.is_concrete
+keep_old_unless = _backend.keep_old_unless
+kept_values = _backend.kept_values
+map_gradient_values = _backend.map_gradient_values
+matmul_float32 = _backend.matmul_float32
+multiply = _backend.multiply
+note_loss = _backend.note_loss
+per_target = _backend.per_target
+platform = _backend.platform
+preserved = _backend.preserved
+random_state = _backend.random_state
+read = _backend.read
+reduce_columns = _backend.reduce_columns
+run_step = _backend.run_step
+settle = _backend.settle
+to_host = _backend.to_host
+watch_gradient = _backend.watch_gradient
+without_functions = _backend.without_functions
+writes_logs = _backend.writes_logs

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from kmp import _backend
 from kmp._common import whole_number
 from kmp._keras import layers_of, own_weights
 from kmp.callbacks.alarms import Alarms
@@ -20,8 +21,7 @@ from kmp.callbacks.protection import Claim, protect_fit, release
 from kmp.callbacks.standstill import Standstill, Weight
 from kmp.callbacks.verdict import Limits, Verdict, checked_limits
 from kmp.health.measure import FIRST_STEPS
-from kmp.health.report import GradientReport
-from kmp.health.transfer import read_report
+from kmp.health.report import GradientReport, read_report
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 _WINDOW = 200  # steps that a verdict looks back on
@@ -55,7 +55,8 @@ class GradientHealth(keras.callbacks.Callback):
     When `fit` ends, the model and the optimizer are as they were.
 
     Args:
-        log_dir: directory for TensorBoard's event files, or None for none. Needs no TensorFlow.
+        log_dir: directory for TensorBoard's event files, or None for none. Needs no TensorFlow. Of
+            several processes that train one model together the first alone writes.
         update_freq: int >= 1, training steps between two looks, whatever `steps_per_execution` is.
         limits: `kmp.callbacks.Limits`, where the verdict and the warnings turn.
         optimizer: the `kmp.LossScaleOptimizer` to watch, for a model that steps several, as a GAN
@@ -137,21 +138,20 @@ class GradientHealth(keras.callbacks.Callback):
             self._past.append(report)  # what happened before is not this run's
         self._epoch_start = report
         self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
-        if self.log_dir is not None:
+        if self.log_dir is not None and _backend.writes_logs(self._trained):
             self._dashboard = Dashboard(self.log_dir, report)
 
     def _switch_on(self, optimizer: Any) -> None:
         """Protect this `fit`, and let its steps measure details as often as this looks."""
-        details, often = optimizer.measures_details, None
+        details, put_back = optimizer.measures_details, None
         if optimizer.built:
-            often = ops.convert_to_numpy(optimizer.sampling)[:2]
+            put_back = optimizer.telemetry.kept_sampling()
         optimizer.measures_details = True
 
         def undo() -> None:
             optimizer.measures_details = details
-            if often is not None:
-                noted = ops.convert_to_numpy(optimizer.sampling)[2:]
-                optimizer.sampling.assign(np.concatenate([often, noted]))
+            if put_back is not None:
+                put_back()
 
         variant = ("details", id(optimizer))
         protect_fit(self._trained, Claim(self, variant=variant, undo=undo))

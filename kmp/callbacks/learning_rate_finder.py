@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from kmp import _backend
 from kmp._backend.random_states import RandomStates
 from kmp._common import number, warn, whole_number
 from kmp.callbacks.loss_tracker import RECENT
@@ -46,7 +47,8 @@ class LearningRateFinder(keras.callbacks.Callback):
         steps: int >= 10, points of the sweep: training steps that are not skipped. Of
             `steps_per_execution` above 128 the last 128 of each execution are points.
         log_dir: directory for TensorBoard's event files (the points as scalars, the curve as an
-            image, the suggestion as a text), or None for none.
+            image, the suggestion as a text), or None for none. Of several processes that train
+            one model together the first alone writes.
 
     Attributes:
         suggestion: float, the suggested learning rate; None before the sweep, and if the loss fell
@@ -190,7 +192,7 @@ class LearningRateFinder(keras.callbacks.Callback):
             )
         if place is not None:
             self.suggestion = self.learning_rates[place]
-        if self.log_dir is not None and done:
+        if self.log_dir is not None and done and _backend.writes_logs(self._model):
             self._write(self.log_dir)
 
     def plot(self, path: str | os.PathLike[str]) -> None:

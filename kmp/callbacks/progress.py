@@ -9,9 +9,10 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Variable
 from kmp._common import warn
-from kmp._keras import loss_tracker, steps_of
+from kmp._keras.optimizer import steps_of
+from kmp._keras.training import loss_tracker
 from kmp.callbacks.loss_tracker import RECENT
-from kmp.health.transfer import transfer
+from kmp.health.report import transfer
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 

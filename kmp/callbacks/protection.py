@@ -18,7 +18,8 @@ from typing import Any
 import keras
 
 from kmp import _backend
-from kmp._keras import check_compiled, has_weights, loss_tracker, set_loss_tracker, strategy_scope
+from kmp._keras import has_weights
+from kmp._keras.training import check_compiled, loss_tracker, set_loss_tracker, strategy_scope
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.callbacks.undo import protected_step
 

@@ -3,11 +3,11 @@
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Variable
+from kmp.precision.trees import all_finite
 from kmp.scaling.rules import DynamicLossScale
 
 
@@ -16,12 +16,12 @@ class Snapshot(NamedTuple):
 
     Attributes:
         step: the training step after which it was taken.
-        values: the values of `training_state(model)`, in its order.
+        values: copies on the host of `training_state(model)`, in its order.
         loss_scale: the loss scale then; 1.0 where nothing is scaled.
     """
 
     step: int
-    values: list[np.ndarray]
+    values: list[Any]
     loss_scale: float
 
 
@@ -34,7 +34,7 @@ def training_state(model: Any) -> list[Variable]:
     state = [*model.trainable_variables, *model.non_trainable_variables]
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return state + list(optimizer.variables)
-    window = getattr(optimizer, "_window", None)  # where accumulation stands goes with what it has
+    window = getattr(optimizer, "window", None)  # where accumulation stands goes with what it has
     return (
         state
         + list(optimizer.inner_optimizer.variables)
@@ -47,12 +47,11 @@ def take_snapshot(model: Any, step: int) -> Snapshot | None:
     optimizer = model.optimizer
     scale = [optimizer.dynamic_scale] if _scales(optimizer) else []
     live = _backend.read(model, [*training_state(model), *scale])
-    # Copies: the next step may write into the buffers that NumPy would look at.
-    values = [np.array(ops.convert_to_numpy(x)) for x in live]
-    loss_scale = float(values.pop()) if scale else 1.0
-    if not all(_is_finite(x) for x in values):
+    loss_scale = _number(live.pop()) if scale else 1.0
+    # Asked on the device: a process may hold a part only, and all have to come to one answer.
+    if not bool(all_finite(live)):
         return None
-    return Snapshot(step, values, loss_scale)
+    return Snapshot(step, [_backend.to_host(x) for x in live], loss_scale)
 
 
 def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[str]:
@@ -70,7 +69,7 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
     optimizer = model.optimizer
     learning_rate = _number(optimizer.learning_rate)
     for variable, value in zip(training_state(model), snapshot.values, strict=True):
-        variable.assign(value)
+        _backend.from_host(variable, value)
     changes = []
     try:
         optimizer.learning_rate = learning_rate * lr_factor
@@ -94,10 +93,3 @@ def _number(scalar: Any) -> float:
 
 def _scales(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-
-
-def _is_finite(value: np.ndarray) -> bool:
-    # bfloat16 is no float of NumPy's own; in float32 it is the same number.
-    if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
-        return True
-    return bool(np.isfinite(value.astype("float32")).all())

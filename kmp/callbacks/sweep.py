@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
+from kmp import _backend
 from kmp._backend.random_states import RandomStates
 from kmp._backend.types import Tensor
 from kmp.callbacks.range_test import learning_rate
@@ -43,8 +43,7 @@ class SweptModel:
     def __init__(self, model: Any, min_lr: float, max_lr: float, steps: int):
         optimizer = model.optimizer
         variables = [*model.variables, *model.metrics_variables, *optimizer.variables]
-        # Copies: the next step may write into the buffers that NumPy would look at.
-        self._values = [(v, np.array(ops.convert_to_numpy(v))) for v in unique(variables)]
+        self._values = [(v, _backend.to_host(v)) for v in unique(variables)]
         self._random_states = RandomStates()
         self._inner = getattr(optimizer, "inner_optimizer", optimizer)
         applied = int(ops.convert_to_numpy(self._inner._iterations))
@@ -58,7 +57,7 @@ class SweptModel:
         """Put everything back."""
         self._inner.__dict__["_learning_rate"] = self._learning_rate
         for variable, value in self._values:
-            variable.assign(value)
+            _backend.from_host(variable, value)
         self._random_states.restore()
 
 

@@ -8,7 +8,9 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Tensor, Variable
-from kmp._keras import layers_of, state_of, steps_of
+from kmp._keras import layers_of
+from kmp._keras.optimizer import steps_of
+from kmp._keras.training import state_of
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.scaling.rules import ScaleState
@@ -57,7 +59,7 @@ def protected_step(
         variables = _undone_by_a_skip(model, tracker)
         counters = [_skip_counter(optimizer), tracker.nonfinite_losses]
         *values, counter, losses = _backend.kept_values([*variables, *counters])
-        scale = optimizer.present_state if told_late else None
+        scale = optimizer.scaled_step.counters.state if told_late else None
         return _Kept(variables, values, counter, losses, scale)
 
     def after(kept: _Kept, logs: Any) -> Any:
@@ -67,7 +69,7 @@ def protected_step(
         if kept.scale is not None:
             nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
             nonfinite = ops.logical_and(ops.logical_not(applied), nonfinite)
-            optimizer.loss_was_not_finite(kept.scale, nonfinite)
+            optimizer.scaled_step.forget_scale_of(kept.scale, nonfinite)
         return _present_logs(model, logs)
 
     return _backend.around_train_step(model, tracked, before, after)

@@ -1,1 +1,4 @@
-"""What `python -m kmp` does: doctor, formats, bench, certify."""
+"""The command line: doctor, formats, bench, certify.
+
+The commands are public, as `kmp ...` or `python -m kmp ...`. The functions behind them are not.
+"""

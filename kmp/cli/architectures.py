@@ -1,6 +1,6 @@
-"""The small models that kmp measures and certifies itself with; plain Keras, in no policy's words.
+"""The small models that `bench` and `certify` train: plain Keras, without policies of their own.
 
-None of them ends in an activation: their losses read logits, or numbers as they are.
+None of them ends in an activation; their losses take logits or plain numbers.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ def cnn(shape: tuple[int, int, int], filters: Sequence[int], outputs: int) -> ke
 def transformer(vocabulary: int, context: int, width: int, blocks: int) -> keras.Model:
     """A causal language model: int[batch, context] -> logits, float[batch, context, vocabulary].
 
-    Its attention has dropout, without which Keras takes another way that JAX lacks on CPUs in
-    float16.
+    Its attention has dropout: without it, Keras calls a fused attention that JAX does not have for
+    float16 on CPUs.
     """
     tokens = keras.Input((context,), dtype="int32")
     x = layers.Embedding(vocabulary, width)(tokens)
@@ -50,12 +50,12 @@ def transformer(vocabulary: int, context: int, width: int, blocks: int) -> keras
 
 
 def cross_entropy() -> keras.losses.Loss:
-    """The loss of logits against the numbers of classes."""
+    """The loss of logits against class numbers."""
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 class _Positions(layers.Layer):
-    """Adds a learned vector for each place in the context."""
+    """Adds a learned vector for each position in the context."""
 
     def build(self, shape):
         self.table = self.add_weight(shape=shape[1:], initializer="uniform", name="table")

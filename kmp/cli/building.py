@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from kmp.cli.options import UsageError
 from kmp.models.convert import to_mixed_precision
 from kmp.precision.policy import Policy, get_policy, set_policy
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -15,18 +16,18 @@ def load(path: str) -> Callable:
     """Import the function that `module:function` names.
 
     Raises:
-        ValueError: there is no such module, or no such function in it.
+        UsageError: there is no such module, or no such function in it.
     """
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name, None) if name else None
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise UsageError(
             f"{path!r} cannot be imported: {error}. Run the command in the directory that holds "
             "the module, or set PYTHONPATH."
         ) from error
     if not callable(function):
-        raise ValueError(
+        raise UsageError(
             "A model is named by a module and a function in it that builds the model. Received: "
             f"{path!r}. Write for example my_package.train:build."
         )
@@ -36,13 +37,13 @@ def load(path: str) -> Callable:
 def build_under(build: Callable[[], tuple], policy: Any, seed: int) -> tuple:
     """Call `build` and put its model under a policy, with the weights that `seed` gives in float32.
 
-    A policy with float32 parameters is what `kmp.to_mixed_precision` converts to. Under any other
-    the model is built anew, and its weights are those of float32, rounded. The loss is scaled under
-    float16 with float32 parameters, by kmp; nowhere else.
+    `kmp.to_mixed_precision` converts to a policy with float32 parameters. Under any other policy
+    the model is built again, with the float32 weights rounded to its dtype. kmp scales the loss
+    under float16 with float32 parameters, and under no other policy.
 
     Args:
-        build: takes nothing and returns a tuple, a compiled model first. Whatever it sets globally
-            (a dtype policy) is put back.
+        build: takes nothing and returns a tuple, a compiled model first. The global dtype policy
+            is restored after it.
         policy: what `kmp.get_policy` takes.
         seed: int, for all random numbers.
 
@@ -62,10 +63,11 @@ def build_under(build: Callable[[], tuple], policy: Any, seed: int) -> tuple:
         keras.config.set_dtype_policy(before)
     is_mixed = policy.param_dtype == "float32"
     scales = is_mixed and policy.compute_dtype == "float16"
-    if not (scales and isinstance(model.optimizer, LossScaleOptimizer)):  # Keras's own, above all
+    # Keras's own LossScaleOptimizer gives way to the optimizer in it.
+    if not (scales and isinstance(model.optimizer, LossScaleOptimizer)):
         model.optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     if is_mixed:
-        to_mixed_precision(model, policy)  # which scales the loss where nobody does
+        to_mixed_precision(model, policy)  # and wraps the optimizer under float16
     return model, *rest
 
 
@@ -75,13 +77,13 @@ def _build(build: Callable[[], tuple], policy: Policy, seed: int) -> tuple:
     built = build()
     model: Any = built[0] if isinstance(built, tuple) and built else built
     if not isinstance(built, tuple) or not isinstance(model, keras.Model):
-        raise ValueError(
+        raise UsageError(
             "The function that builds must return a tuple, a Keras model first and then its data. "
             f"Received: {type(built).__name__} from {getattr(build, '__name__', build)}. Write for "
             "example return model, x, y."
         )
     if not model.compiled:
-        raise ValueError(
+        raise UsageError(
             f"The model that is built must be compiled. Received: {model.name!r}, which is not. "
             "Call model.compile(optimizer, loss) before returning it."
         )

@@ -1,23 +1,20 @@
-"""Whether half precision trains as well as float32: `python -m kmp certify`."""
+"""Whether half precision trains as well as float32: the command `certify`."""
 
 import dataclasses
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 
-from kmp import _backend
 from kmp._common import table
-from kmp.cli.building import build_under
-from kmp.cli.costs import Spread, StepMemory, mebibytes, skipped_steps, spread, step_memory
-from kmp.cli.equivalence import Equivalence, equivalence
+from kmp.cli.costs import Spread, StepMemory, mebibytes, spread
+from kmp.cli.equivalence import Equivalence, equivalence, student_t
+from kmp.cli.ledger import Ledger, Training
+from kmp.cli.options import CERTIFY_POLICIES, UsageError
+from kmp.cli.runs import Run
 from kmp.cli.tasks import Task
 from kmp.precision.policy import get_policy
-
-POLICIES = ("mixed_float16", "mixed_bfloat16", "float16")
 
 _HEADER = (
     *("policy", "metric (sd)", "difference [90% interval]", "p", "equivalent"),
@@ -33,14 +30,14 @@ class PolicyRuns:
         policy: str.
         metrics: `[seeds]`, of the test data after training.
         step_ms: `Spread` of the milliseconds of a training step, over the seeds.
-        speedup: `Spread` of float32's time over this one's, seed by seed.
-        memory: the `bytes` that a training step holds at most, None where nobody knows, and the
-            `source` that says so.
+        speedup: `Spread` of float32's time over this policy's time, seed by seed.
+        memory: the `bytes` that a training step holds at most, None if unknown, and the `source` of
+            the number.
         steps: int, taken in all runs together.
         skipped_steps: int, how many of them kmp skipped.
         result: `Equivalence` to float32; None for float32 itself.
-        counts: bool, whether kmp vouches for the policy. It does not for one that keeps its
-            parameters in half precision, which is shown as a counter-example.
+        counts: bool, whether the policy has float32 parameters. One that keeps them in half
+            precision is shown as a counter-example.
     """
 
     policy: str
@@ -68,8 +65,14 @@ class Certificate:
 
     @property
     def equivalent(self) -> bool:
-        """Whether all policies that count are equivalent to float32."""
-        return all(each.result.equivalent for each in self.runs if each.counts and each.result)
+        """Whether float32 is finite, and all policies that count are equivalent to it."""
+        pairs = [(each.counts, each.result) for each in self.runs]
+        return self.reference_is_finite and all(x.equivalent for counts, x in pairs if counts and x)
+
+    @property
+    def reference_is_finite(self) -> bool:
+        """Whether the metric of float32 is finite for all seeds."""
+        return all(map(math.isfinite, self.runs[0].metrics))
 
     @property
     def cells(self) -> list[list[str]]:
@@ -91,7 +94,7 @@ class Certificate:
 
     @property
     def title(self) -> str:
-        """What was trained, how often, and what equal means."""
+        """What was trained, how often, and with which margin."""
         task = self.task
         return (
             f"{task.name}: {task.metric}, {task.seeds} seeds, margin {task.stated_margin}, "
@@ -99,39 +102,48 @@ class Certificate:
         )
 
     def __str__(self) -> str:
-        memory = f"Memory: {self.runs[0].memory.source}."
-        return "\n".join([self.title, table(self.cells), memory])
+        lines = [self.title, table(self.cells), f"Memory: {self.runs[0].memory.source}."]
+        if not self.reference_is_finite:
+            lines.append(
+                "NOT FINITE: float32 itself. Nothing can be compared with it: look at the data, "
+                "the loss and the learning rate."
+            )
+        return "\n".join(lines)
 
 
 def certify(
     task: Task,
-    policies: Sequence[str] = POLICIES,
-    say: Callable[[str], None] = lambda text: None,
+    policies: Sequence[str] = CERTIFY_POLICIES,
+    progress: Callable[[str, int, int], None] = lambda text, done, total: None,
+    ledger: Ledger | None = None,
 ) -> Certificate:
     """Train a task in float32 and under other policies from the same seeds, and compare.
 
-    For each seed all policies begin with the same weights and see the same batches, in the same
-    order, so that the difference of their metrics is due to the policy, and to what rounding does
-    to a trajectory. Two one-sided tests then decide whether it is zero up to the task's margin. The
-    policies take turns within a seed; the first epoch, which compiles, is not timed if there are
-    more. The global random seeds are set.
+    For each seed all policies begin with the same weights and see the same batches in the same
+    order, so that a difference of their metrics is due to the policy and to how rounding changes a
+    trajectory. Two one-sided tests then decide whether the mean difference is zero up to the task's
+    margin. The policies take turns within a seed. The first epoch, which compiles, is not timed if
+    there are more. The global random seeds are set.
 
     On TensorFlow a compiled step draws other dropout masks in another dtype, as seen in 2.21: the
-    differences are then those of two runs with other masks, and need more seeds.
+    differences are then those of two runs with different masks, and need more seeds.
 
     Args:
-        task: a `kmp.cli.certify.Task`. Its function is called under the global policy float32, and
-            `kmp.to_mixed_precision` converts; for a policy with half parameters, under that one.
+        task: a `kmp.cli.tasks.Task`. Its function is called under the global policy float32, and
+            `kmp.to_mixed_precision` converts; for a policy with half parameters it is called under
+            that policy.
         policies: what `kmp.get_policy` takes. Those with float32 parameters count; any other is
             trained as Keras does it, without loss scaling, as a counter-example.
-        say: called with a line about what is being done.
+        progress: called with what begins now, the number of finished trainings, and that of all.
+        ledger: keeps each training as it finishes; those that it holds are not repeated.
 
     Returns:
         A `Certificate`; print it.
 
     Raises:
-        ValueError: the task's function returns something else than (model, train, test), or its
+        UsageError: the task's function returns something else than (model, train, test), or its
             metric is not among those that the model evaluates.
+        ModuleNotFoundError: SciPy is not installed.
 
     Example:
 
@@ -145,82 +157,72 @@ def certify(
     >>> certificate.equivalent, certificate.runs[1].result.mean
     (True, 0.0)
     """
+    student_t()  # found missing now rather than after all the training
+    ledger = Ledger() if ledger is None else ledger
     names = ["float32", *policies]
-    runs: list[list[_Run]] = [[] for _ in names]
+    trainings: list[list[Training]] = [[] for _ in names]
+    done, total = 0, task.seeds * len(names)
     for seed in range(task.seeds):
         for i in range(len(names)):
             i = (i + seed) % len(names)  # each policy comes first in turn
-            say(f"{task.name}: seed {seed + 1} of {task.seeds}, {names[i]}")
-            runs[i].append(_Run(task, names[i], seed))
-    full = runs[0]
-    results = []
-    for name, own in zip(names, runs, strict=True):
-        differences = [
-            _difference(a.metric, b.metric, task.relative) for a, b in zip(own, full, strict=True)
-        ]
-        results.append(
-            PolicyRuns(
-                policy=name,
-                metrics=tuple(run.metric for run in own),
-                step_ms=spread([run.step_ms for run in own]),
-                speedup=spread([b.step_ms / a.step_ms for a, b in zip(own, full, strict=True)]),
-                memory=own[0].memory,
-                steps=sum(run.steps for run in own),
-                skipped_steps=sum(run.skipped_steps for run in own),
-                result=None if own is full else equivalence(differences, task.margin),
-                counts=get_policy(name).param_dtype == "float32",
-            )
+            training = ledger.take(task, names[i], seed)
+            if training is None:
+                progress(f"seed {seed + 1} of {task.seeds}, {names[i]}", done, total)
+                training = _train(task, names[i], seed)
+                ledger.add(task, names[i], seed, training)
+            trainings[i].append(training)
+            done += 1
+    pairs = zip(names, trainings, strict=True)
+    runs = [_policy_runs(task, name, own, trainings[0]) for name, own in pairs]
+    return Certificate(task, tuple(runs))
+
+
+def _policy_runs(
+    task: Task, policy: str, own: Sequence[Training], full: Sequence[Training]
+) -> PolicyRuns:
+    """The trainings under one policy beside those in float32, seed by seed."""
+    pairs = list(zip(own, full, strict=True))
+    differences = [_difference(a.metric, b.metric, task.relative) for a, b in pairs]
+    return PolicyRuns(
+        policy=policy,
+        metrics=tuple(each.metric for each in own),
+        step_ms=spread([each.step_ms for each in own]),
+        speedup=spread([b.step_ms / a.step_ms for a, b in pairs]),
+        memory=own[0].memory,
+        steps=sum(each.steps for each in own),
+        skipped_steps=sum(each.skipped_steps for each in own),
+        result=None if own is full else equivalence(differences, task.margin),
+        counts=get_policy(policy).param_dtype == "float32",
+    )
+
+
+def _train(task: Task, policy: str, seed: int) -> Training:
+    """Build, train and evaluate once."""
+    run = Run(lambda: task.build(seed), policy, seed)
+    if len(run.data) != 2 or not all(isinstance(x, tuple) and len(x) == 2 for x in run.data):
+        raise UsageError(
+            "The function that builds must return (model, (x, y), (x_test, y_test)). Received: "
+            f"a tuple of {1 + len(run.data)}. Write return model, (x, y), (x_test, y_test) with "
+            "arrays as model.fit takes them."
         )
-    return Certificate(task, tuple(results))
-
-
-class _Run:
-    """One training, and what came of it."""
-
-    def __init__(self, task: Task, policy: str, seed: int):
-        before = _backend.device_memory() if seed == 0 else None
-        built = build_under(lambda: task.build(seed), policy, seed)
-        if len(built) != 3 or not all(isinstance(x, tuple) and len(x) == 2 for x in built[1:]):
-            raise ValueError(
-                "The function that builds must return (model, (x, y), (x_test, y_test)). Received: "
-                f"a tuple of {len(built)}. Write return model, (x, y), (x_test, y_test) with "
-                "arrays as model.fit takes them."
-            )
-        model, (x, y), test = built
-        clock = _Clock()
-        keras.utils.set_random_seed(seed)  # of the order of the batches
-        model.fit(
-            x, y, batch_size=task.batch_size, epochs=task.epochs, verbose=0, callbacks=[clock]
+    (x, y), test = run.data
+    keras.utils.set_random_seed(seed)  # of the order of the batches
+    seconds = run.fit(x, y, task.batch_size, task.epochs, shuffle=True)
+    metrics = run.model.evaluate(*test, batch_size=256, verbose=0, return_dict=True)
+    if task.metric not in metrics:
+        raise UsageError(
+            f"`metric` must be one of those that the model evaluates: {sorted(metrics)}. "
+            f"Received: metric={task.metric!r}."
         )
-        metrics = model.evaluate(*test, batch_size=256, verbose=0, return_dict=True)
-        if task.metric not in metrics:
-            raise ValueError(
-                f"`metric` must be one of those that the model evaluates: {sorted(metrics)}. "
-                f"Received: metric={task.metric!r}."
-            )
-        samples = len(keras.tree.flatten(x)[0])
-        steps = -(-samples // task.batch_size)
-        self.metric = float(metrics[task.metric])
-        self.steps = steps * task.epochs
-        self.step_ms = 1e3 * statistics.median(clock.seconds[1:] or clock.seconds) / steps
-        self.skipped_steps = skipped_steps(model)
-        if seed == 0:
-            x, y = (keras.tree.map_structure(lambda a: a[: task.batch_size], t) for t in (x, y))
-            self.memory = step_memory(model, x, y, before)
-
-
-class _Clock(keras.callbacks.Callback):
-    """Seconds of each epoch; at its end Keras has the loss on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.start = time.perf_counter()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.seconds.append(time.perf_counter() - self.start)
+    batch = (keras.tree.map_structure(lambda a: a[: task.batch_size], tree) for tree in (x, y))
+    unknown = StepMemory(None, "measured for the first seed alone")
+    return Training(
+        metric=float(metrics[task.metric]),
+        steps=run.steps,
+        skipped_steps=run.skipped_steps,
+        step_ms=1e3 * statistics.median(seconds[1:] or seconds) * task.epochs / run.steps,
+        memory=run.memory(*batch) if seed == 0 else unknown,
+    )
 
 
 def _difference(own: float, full: float, relative: bool) -> float:
@@ -237,7 +239,7 @@ def _mean_and_deviation(values: Sequence[float]) -> str:
 
 
 def _verdict(runs: PolicyRuns, relative: bool) -> list[str]:
-    """Cells: the difference with its interval, p, and whether that is equivalent."""
+    """Table cells: the difference with its interval, the p-value, and the verdict."""
     result = runs.result
     if result is None:
         return ["", "", ""]

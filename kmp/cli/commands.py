@@ -1,52 +1,50 @@
-"""The commands that train: their options, what they print, and where they write it."""
+"""What each command does: read its options, measure or train, print and write."""
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from kmp import _backend
-from kmp.cli import architectures as _architectures
-from kmp.cli import certify
-from kmp.cli.bench import POLICIES, bench, bench_table, write_hparams
+from kmp.cli import architectures
+from kmp.cli.bench import bench, bench_table, write_hparams
 from kmp.cli.building import load
-from kmp.cli.doctor import environment, environment_line
-from kmp.cli.printing import end_progress, show_progress, write_json
+from kmp.cli.certify import Certificate, certify
+from kmp.cli.doctor import environment, environment_line, report
+from kmp.cli.ledger import Ledger
+from kmp.cli.options import MODELS, UsageError
+from kmp.cli.printing import Progress, write_json
 from kmp.cli.tasks import TASKS, Task
+from kmp.precision.float_formats import table
 from kmp.precision.policy import get_policy
 
-MODELS = ("mlp", "cnn", "transformer")
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Print what this machine is good at; the exit status."""
+    print(report())
+    return 0
 
 
-def add_bench_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m kmp bench`."""
-    parser.add_argument(
-        "--model",
-        default="mlp",
-        type=_named(lambda name: _benchmark(name) if name in MODELS else load(name)),
-        help=f"{', '.join(MODELS)}, or module:function, a function of yours without arguments that "
-        "returns (model, x, y): a built and compiled Keras model, and arrays as fit takes them",
-    )
-    parser.add_argument(
-        "--policies", nargs="+", default=list(POLICIES), type=_policy, help="float32 among them"
-    )
-    parser.add_argument("--batch-size", type=_count(1), default=32)
-    parser.add_argument("--steps", type=_count(1), default=20, help="steps of a round")
-    parser.add_argument("--rounds", type=_count(2), default=10, help="rounds that are measured")
-    parser.add_argument("--log-dir", help="write a page for TensorBoard's tab HParams")
-    _add_json_option(parser)
+def run_formats(arguments: argparse.Namespace) -> int:
+    """Print the table of float formats; the exit status."""
+    print(table())
+    return 0
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Measure, print and write; the exit status."""
-    name, build = arguments.model
+    """Measure, print and write; 1 if something was not finite."""
+    name = arguments.model
+    _check_policies(arguments.policies)
+    build = _benchmark(name) if name in MODELS else load(name)
     counts = {key: getattr(arguments, key) for key in ("batch_size", "steps", "rounds")}
-    say = _progress_of(f"bench {name}")
-    results = bench(build, arguments.policies, **counts, say=say)
-    end_progress()
+    with Progress(f"bench {name}") as progress:
+        results = bench(build, arguments.policies, **counts, progress=progress)
     facts, settings = environment(), {"model": name, **counts}
     if arguments.json != "-":
         print(environment_line(facts))
@@ -56,61 +54,31 @@ def run_bench(arguments: argparse.Namespace) -> int:
         )
         print(bench_table(results))
     if arguments.json:
-        rows = [_plain(each) for each in results]
+        rows = [{**_plain(each), "finite": each.finite} for each in results]
         content = {"environment": facts, "settings": settings, "results": rows}
         write_json(content, arguments.json)
     if arguments.log_dir:
         write_hparams(results, arguments.log_dir, {**settings, "backend": facts["backend"]})
         print(f"tensorboard --logdir {arguments.log_dir}    tab HParams", file=sys.stderr)
-    return 0
-
-
-def add_certify_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m kmp certify`."""
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--task",
-        nargs="+",
-        type=_named(_task),
-        help=f"{', '.join(TASKS)}, or module:function, a function of yours that takes a seed and "
-        "returns (model, (x, y), (x_test, y_test)): a built and compiled Keras model, and arrays "
-        "as fit takes them",
-    )
-    which.add_argument("--all", action="store_true", help="all tasks that are built in")
-    parser.add_argument(
-        "--policies",
-        nargs="+",
-        default=list(certify.POLICIES),
-        type=_policy,
-        help="compared with float32; one that keeps its parameters in half precision is trained "
-        "without loss scaling, as a counter-example, and does not change the exit status",
-    )
-    own = parser.add_argument_group("needed for a function of yours")
-    own.add_argument("--metric", help="a name that evaluate returns; default: loss")
-    own.add_argument(
-        "--margin",
-        type=_margin,
-        help="the largest difference of the metric that does not matter: 0.01, or 2%% of float32's",
-    )
-    own.add_argument("--epochs", type=_count(1))
-    own.add_argument("--batch-size", type=_count(1))
-    parser.add_argument("--seeds", type=_count(2), help="runs of each policy; default: 5 or more")
-    _add_json_option(parser)
+    return 0 if all(each.finite for each in results) else 1
 
 
 def run_certify(arguments: argparse.Namespace) -> int:
     """Train, compare, print and write; 1 if a policy that counts is not equivalent."""
-    tasks = list(TASKS.values()) if arguments.all else [task for _, task in arguments.task]
-    tasks = [_with_options(task, arguments) for task in tasks]
-    facts, certificates = environment(), []
+    facts = environment()
+    _check_policies(arguments.policies)
+    named = TASKS.values() if arguments.all else map(_task, arguments.task)
+    tasks = [_with_options(task, arguments) for task in named]
+    ledger = Ledger(arguments.resume, facts)
     if arguments.json != "-":
         print(environment_line(facts))
-    for task in tasks:
-        certificate = certify.certify(task, arguments.policies, _progress_of("certify"))
-        end_progress()
-        certificates.append(certificate)
+    certificates = []
+    for i, task in enumerate(tasks):
+        title = f"certify {task.name}" + (f" ({i + 1} of {len(tasks)})" if len(tasks) > 1 else "")
+        with _kept(ledger, arguments.resume), Progress(title) as progress:
+            certificates.append(certify(task, arguments.policies, progress, ledger))
         if arguments.json != "-":
-            print(f"\n{certificate}", flush=True)
+            print(f"\n{certificates[-1]}", flush=True)
     equivalent = all(each.equivalent for each in certificates)
     if arguments.json:
         content = {
@@ -122,12 +90,32 @@ def run_certify(arguments: argparse.Namespace) -> int:
     return 0 if equivalent else 1
 
 
-def _add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the numbers; - prints them alone")
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "doctor": run_doctor,
+    "formats": run_formats,
+    "bench": run_bench,
+    "certify": run_certify,
+}
 
 
-def _progress_of(title: str) -> Callable[[str], None]:
-    return lambda text: show_progress(f"{title}: {text}")
+@contextlib.contextmanager
+def _kept(ledger: Ledger, path: str | None) -> Iterator[None]:
+    """Within, Ctrl-C loses no finished training: they are saved, and the way on is printed."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not len(ledger):
+            raise
+        if path is None:
+            names = (f"certify-interrupted-{n}.jsonl" for n in itertools.count(1))
+            path = next(name for name in names if not os.path.exists(name))
+            ledger.save(path)
+        print(
+            f"\n{len(ledger)} finished trainings are in {path}. The same command with "
+            f"--resume {path} goes on.",
+            file=sys.stderr,
+        )
+        raise
 
 
 def _benchmark(name: str) -> Callable[[], tuple]:
@@ -137,25 +125,25 @@ def _benchmark(name: str) -> Callable[[], tuple]:
         scale = 1 if _backend.platform() == "cpu" else 8
         random = np.random.default_rng(0)
         if name == "mlp":
-            model = _architectures.mlp(512, [512 * scale] * 4, 10)
+            model = architectures.mlp(512, [512 * scale] * 4, 10)
             x = random.normal(size=(256, 512)).astype("float32")
             y = random.integers(0, 10, 256)
         elif name == "cnn":
-            model = _architectures.cnn((32, 32, 3), [16 * scale, 32 * scale, 64 * scale], 10)
+            model = architectures.cnn((32, 32, 3), [16 * scale, 32 * scale, 64 * scale], 10)
             x = random.normal(size=(256, 32, 32, 3)).astype("float32")
             y = random.integers(0, 10, 256)
         else:
-            model = _architectures.transformer(256, 64, 128 * scale, 2)
+            model = architectures.transformer(256, 64, 128 * scale, 2)
             x = random.integers(0, 256, (256, 64))
             y = np.roll(x, -1, axis=1)
-        model.compile("adam", _architectures.cross_entropy())
+        model.compile("adam", architectures.cross_entropy())
         return model, x, y
 
     return build
 
 
 def _task(name: str) -> Task:
-    """A built-in task, or a frame for the user's function, which `_with_options` fills."""
+    """A built-in task, or one around the user's function that `_with_options` completes."""
     if name in TASKS:
         return TASKS[name]
     return Task(name, load(name), "loss", margin=0.0, relative=False, epochs=0, batch_size=0)
@@ -168,7 +156,7 @@ def _with_options(task: Task, arguments: argparse.Namespace) -> Task:
         given["margin"], given["relative"] = arguments.margin
     task = dataclasses.replace(task, **given)
     if not (task.margin and task.epochs and task.batch_size):
-        raise argparse.ArgumentTypeError(
+        raise UsageError(
             f"{task.name} needs --margin, --epochs and --batch-size. Write for example "
             "--metric accuracy --margin 0.01 --epochs 10 --batch-size 32. State the margin before "
             "you look: how large a difference would not matter to you?"
@@ -176,62 +164,22 @@ def _with_options(task: Task, arguments: argparse.Namespace) -> Task:
     return task
 
 
-def _named(read: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
-    """An argparse type: the name, and what `read` makes of it."""
-
-    def convert(name):
+def _check_policies(names: Sequence[str]) -> None:
+    for name in names:
         try:
-            return name, read(name)
+            get_policy(name)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return convert
-
-
-def _policy(name: str) -> str:
-    try:
-        get_policy(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return name
-
-
-def _count(least: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least `least`."""
-
-    def convert(text):
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {least}. Received: {text!r}"
-            )
-        return int(text)
-
-    return convert
-
-
-def _margin(text: str) -> tuple[float, bool]:
-    """An argparse type: the margin, and whether it is a share."""
-    relative = text.endswith("%")
-    try:
-        margin = float(text.removesuffix("%")) / (100 if relative else 1)
-    except ValueError:
-        margin = 0.0
-    if not 0 < margin < float("inf"):
-        raise argparse.ArgumentTypeError(
-            f"expected a positive number, or a percentage of float32's metric. Received: {text!r}. "
-            "Write 0.01 or 2%"
-        )
-    return margin, relative
+            raise UsageError(str(error)) from error
 
 
 def _plain(value: Any) -> Any:
-    """A dataclass as nested dicts, its tuples with names too."""
+    """A dataclass as nested dicts, with the named tuples in it."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return value._asdict() if hasattr(value, "_asdict") else value
 
 
-def _certificate_as_dict(certificate: certify.Certificate) -> dict[str, Any]:
+def _certificate_as_dict(certificate: Certificate) -> dict[str, Any]:
     task = _plain(certificate.task)
     del task["build"]
     runs = [_plain(each) for each in certificate.runs]

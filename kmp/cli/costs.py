@@ -11,7 +11,7 @@ from kmp._backend.types import DeviceMemory, Tree
 
 
 class Spread(NamedTuple):
-    """The middle of repeated measurements, and where the middle half of them lies.
+    """The median and the quartiles of repeated measurements.
 
     Attributes:
         median: float.
@@ -34,8 +34,8 @@ class StepMemory(NamedTuple):
     """The most that a training step holds at once.
 
     Attributes:
-        bytes: int, or None where nobody knows.
-        source: str, who says so.
+        bytes: int, or None if unknown.
+        source: str, where the number comes from.
     """
 
     bytes: int | None
@@ -43,7 +43,7 @@ class StepMemory(NamedTuple):
 
 
 def step_memory(model: Any, x: Tree, y: Tree, before: DeviceMemory | None) -> StepMemory:
-    """Ask who knows it for a model that has trained.
+    """The memory of a training step, from the device's allocator or from XLA.
 
     Args:
         model: compiled, and trained.
@@ -61,7 +61,7 @@ def step_memory(model: Any, x: Tree, y: Tree, before: DeviceMemory | None) -> St
 
 
 def mebibytes(memory: StepMemory) -> str:
-    """The same for a table."""
+    """A table cell: the mebibytes, or "-" if they are unknown."""
     return "-" if memory.bytes is None else f"{memory.bytes / 2**20:.1f}"
 
 

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-ALPHA = 0.05  # how often what is not equivalent may pass for it
+ALPHA = 0.05  # the risk of calling equivalent what is not
 
 
 class Equivalence(NamedTuple):
@@ -15,8 +15,8 @@ class Equivalence(NamedTuple):
         low: float, the lower end of the interval that holds the true mean difference.
         high: float, its upper end.
         margin: float, the largest difference that does not matter.
-        p_value: float, the larger one of the two tests': how likely differences like these would be
-            if the true one were as large as the margin.
+        p_value: float, the larger of the two tests' p-values: the probability of differences like
+            these if the true mean difference were as large as the margin.
         equivalent: bool, whether `p_value` is below 0.05: the interval lies within the margin.
     """
 
@@ -31,19 +31,19 @@ class Equivalence(NamedTuple):
 def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
     """Test whether paired differences are zero up to a margin that was stated beforehand.
 
-    A test that finds no difference proves no equality: with few and noisy runs nothing is ever
-    found. Here the burden is the other way round. Both of these have to be rejected, each by
+    A test that finds no difference does not prove equality: with few and noisy runs it never finds
+    one. Here the burden of proof is reversed. Both of these hypotheses have to be rejected, each by
     Student's t test at 5%:
 
         the true mean difference <= -margin
         the true mean difference >= +margin
 
-    which is so exactly when the 90% confidence interval of the mean lies within the margin.
+    This is the case exactly when the 90% confidence interval of the mean lies within the margin.
 
     Args:
-        differences: `[runs]`, the metric of one way minus that of the other, run by run (same
-            weights to begin with, same data in the same order). One that is not finite makes the
-            two ways not equivalent.
+        differences: `[runs]`, the metric of one way of training minus that of the other, for runs
+            with the same initial weights and the same data in the same order. If one is not finite,
+            the two ways are not equivalent.
         margin: the largest difference that does not matter, in the metric's units.
 
     Returns:
@@ -79,61 +79,31 @@ def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
     mean = math.fsum(differences) / runs
     variance = math.fsum((d - mean) ** 2 for d in differences) / (runs - 1)
     error = math.sqrt(variance / runs)
-    half = error * student_t_quantile(1 - ALPHA, runs - 1)
-    distance = margin - abs(mean)  # to the nearer of the two, whose test has the larger p
+    half = error * float(student_t().ppf(1 - ALPHA, runs - 1))
+    distance = margin - abs(mean)  # to the nearer bound; its test has the larger p-value
     if error > 0:
-        p_value = student_t_cdf(-distance / error, runs - 1)
+        p_value = float(student_t().cdf(-distance / error, runs - 1))
     else:
         p_value = 0.0 if distance > 0 else 1.0
     return Equivalence(mean, mean - half, mean + half, margin, p_value, p_value < ALPHA)
 
 
-def student_t_cdf(t: float, degrees: int) -> float:
-    """The probability that Student's t is at most `t`, exact up to rounding (about 1e-15).
+def student_t() -> Any:
+    """SciPy's Student's t distribution, imported when it is needed.
 
-    Args:
-        t: any float.
-        degrees: of freedom, a whole number of at least 1, for which there is a finite sum.
-
-    Example:
-
-    >>> round(student_t_cdf(2.132, 4), 4)
-    0.95
-
-    Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
-    """
-    angle = math.atan(t / math.sqrt(degrees))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = degrees % 2
-    term = cosine if odd else 1.0
-    total = 0.0
-    for k in range(1, degrees // 2 + 1):
-        total += term
-        term *= cosine**2 * (2 * k - 1 + odd) / (2 * k + odd)
-    within = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return (1 + within) / 2
-
-
-def student_t_quantile(probability: float, degrees: int) -> float:
-    """The value that Student's t is below with this probability, by bisection of its CDF.
+    Raises:
+        ModuleNotFoundError: SciPy is not installed.
 
     Example:
 
-    >>> round(student_t_quantile(0.95, 4), 3)
+    >>> round(float(student_t().ppf(0.95, 4)), 3)
     2.132
     """
-    if not 0 < probability < 1:
-        raise ValueError(
-            f"`probability` must lie between 0 and 1. Received: probability={probability!r}. "
-            "Write for example 0.95."
-        )
-    low, high = -1.0, 1.0
-    while student_t_cdf(low, degrees) > probability:
-        low *= 2
-    while student_t_cdf(high, degrees) < probability:
-        high *= 2
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (
-            (middle, high) if student_t_cdf(middle, degrees) < probability else (low, middle)
-        )
-    return high
+    try:
+        from scipy.stats import t
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "The test for equivalence needs SciPy, which is not installed. Write "
+            "pip install 'kmp[examples]', or pip install scipy."
+        ) from error
+    return t

@@ -1,6 +1,6 @@
-"""Tasks small enough to certify a precision on any machine, on data that ship with a package.
+"""The built-in tasks of `certify`: small enough for any machine, on data that come with a package.
 
-Their margins and seeds were stated before a half precision was tried on them.
+Their margins and seeds were chosen before any half precision was tried on them.
 """
 
 import dataclasses
@@ -15,9 +15,10 @@ import numpy as np
 
 from kmp.cli.architectures import cnn, cross_entropy, mlp, transformer
 
-Adam = Callable[[float, int], Any]  # of the first learning rate and the number of samples
+# Makes the optimizer from the first learning rate and the number of samples.
+Adam = Callable[[float, int], Any]
 
-# Of Python's standard library, which is on any machine with Python: with much documentation.
+# Modules of the standard library with long docstrings: text that every machine has.
 _MODULES = (
     *("argparse", "collections", "configparser", "contextlib", "datetime", "decimal", "difflib"),
     *("doctest", "functools", "inspect", "ipaddress", "logging", "optparse", "pathlib", "pdb"),
@@ -108,7 +109,7 @@ def _denoising(seed: int, adam: Adam) -> tuple[Any, tuple, tuple]:
 
 
 def _task(name, build, metric, margin, relative, epochs, batch_size, seeds) -> Task:
-    """A task whose learning rate decays to nothing in just its number of steps."""
+    """A task with Adam, whose learning rate decays to zero over the steps of the task."""
 
     def adam(rate: float, samples: int) -> keras.optimizers.Optimizer:
         steps = -(-samples // batch_size) * epochs
@@ -141,7 +142,7 @@ def _dataset(name: str) -> Any:
 
 
 def _docstrings() -> str:
-    """The documentation of `_MODULES`, their functions and classes: some 570,000 characters."""
+    """The docstrings of `_MODULES` and of what they define: about 570,000 characters."""
     texts = []
     for name in _MODULES:
         module = importlib.import_module(name)
@@ -153,13 +154,13 @@ def _docstrings() -> str:
 
 
 def _split(x: np.ndarray, y: np.ndarray, seed: int) -> tuple[tuple, tuple]:
-    """Two random halves: the test needs as many samples as the training to tell small changes."""
+    """Two random halves: small differences can only be seen in a large test set."""
     order = np.random.default_rng(seed).permutation(len(x))
     train, test = order[: len(x) // 2], order[len(x) // 2 :]
     return (x[train], y[train]), (x[test], y[test])
 
 
 def _standardized(train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both, by the mean and spread of the first."""
+    """Both arrays, shifted and scaled by the mean and standard deviation of `train`."""
     mean, spread = train.mean(axis=0), train.std(axis=0)
     return tuple(((x - mean) / spread).astype("float32") for x in (train, test))

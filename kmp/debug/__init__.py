@@ -2,11 +2,10 @@
 
 from kmp.debug.diagnosis import Diagnosis, diagnose
 from kmp.debug.memory import MemoryReport, MemoryUse, memory_report
-from kmp.debug.noise import sqnr
 from kmp.debug.nonfinite import NonfiniteReport, locate_nonfinite
 from kmp.debug.precisions import LayerPrecision, PrecisionReport, compare_precisions
 from kmp.debug.ranges import LayerRange, Share
-from kmp.debug.stats import TensorStats, tensor_stats
+from kmp.debug.stats import TensorStats, sqnr, tensor_stats
 
 __all__ = [
     "Diagnosis",

@@ -1,4 +1,4 @@
-"""From what a replay saw to the one call that is to blame: the first in the order of execution."""
+"""From what a replay recorded to the one place to blame: the first in the order of execution."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,8 +6,9 @@ from typing import Any
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Variable
-from kmp.debug.replay import Call, Recorder, floats
-from kmp.debug.stats import TensorStats, tensor_stats
+from kmp._keras.calls import Call
+from kmp.debug.replay import Loss
+from kmp.debug.stats import TensorStats, floats, has_nonfinite, measure, tensor_stats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,82 +40,104 @@ class Blame:
     role: str = ""
 
 
-def measure(tree: Any) -> tuple[TensorStats, ...]:
-    """The statistics of each float tensor in a structure."""
-    return tuple(tensor_stats(x) for x in floats(tree))
-
-
-def is_bad(stats: Sequence[TensorStats]) -> bool:
-    """Tell whether any number is inf or NaN."""
-    return any(s.nonfinite for s in stats)
-
-
-def first_bad_value(recorder: Recorder) -> Blame | None:
+def first_bad_value(calls: Sequence[Call]) -> Blame | None:
     """The first place of a forward pass whose numbers are not finite.
 
-    What later layers answer with finite numbers, such as a mask of -inf before a softmax, is meant.
-    A batch that is not finite itself is to blame unless a call made such numbers of finite ones.
+    Numbers that later layers, or the loss, turn into finite ones are intended: a mask of -inf
+    before a softmax. A batch that is not finite itself is to blame, unless a call turned finite
+    numbers into others.
     """
-    bad = _Bad(recorder.calls)
+    values = _Values(calls)
     data = None
-    events = [(call.span[0], call, "input") for call in recorder.calls]
-    events += [(call.span[1], call, "output") for call in recorder.calls]
+    events = [(call.span[0], call, "input") for call in calls]
+    events += [(call.span[1], call, "output") for call in calls]
     for time, call, role in sorted(events, key=lambda event: event[0]):
-        if not bad.outputs_of(call) or bad.is_answered(call):
+        if not values.is_bad(call) or values.is_answered(call):
             continue
-        blame = _blame_at(time, call, role)
+        blame = _blame_at(values, time, call, role)
         if blame is None:
             continue
-        if blame.call is None:
+        if blame.part == "data":
             data = blame
-        elif data is None or not is_bad(measure(blame.call.passed)):
-            return blame
+        elif data is None or not has_nonfinite(values.of(blame.call.passed)):
+            return _moved_to_loss(blame)
     return data
 
 
-def _blame_at(time: int, call: Call, role: str) -> Blame | None:
-    """Who made what is not finite at one end of a call, None if it shows only at the other."""
-    outputs = measure(call.outputs)
+def _blame_at(values: "_Values", time: int, call: Call, role: str) -> Any:
+    """Who made what is not finite at one end of a call; None if it shows only at the other."""
+    outputs = values.of(call.outputs)
     if role == "output":
         last = _finished_before(call, time)
         if last is not None:
-            return Blame("forward", call, "code", last, None, measure(last.outputs), outputs)
-        return Blame("forward", call, "layer", inputs=measure(call.received), outputs=outputs)
-    passed, received = measure(call.passed), measure(call.received)
-    if is_bad(passed) and call.parent is None:
+            return Blame("forward", call, "code", last, None, values.of(last.outputs), outputs)
+        if isinstance(call.layer, Loss):
+            return None
+        return Blame("forward", call, "layer", inputs=values.of(call.received), outputs=outputs)
+    passed, received = values.of(_given(call)), values.of(call.received)
+    if has_nonfinite(passed) and call.parent is None:
         return Blame("forward", None, "data", outputs=passed)
-    if is_bad(passed):
+    if has_nonfinite(passed):
         parent: Any = call.parent
         last = _finished_before(parent, time)
-        inputs = measure(last.outputs if last else parent.received)
+        inputs = values.of(last.outputs if last else parent.received)
         return Blame("forward", parent, "code", last, call, inputs, passed)
-    if is_bad(received):
+    if has_nonfinite(received) and not isinstance(call.layer, Loss):
         return Blame("forward", call, "cast", inputs=passed, outputs=received)
     return None
 
 
-class _Bad:
-    """Which calls give numbers that are not finite, and which of these do no harm."""
+def _given(call: Call) -> Any:
+    """What the caller passed; to the loss the targets and their weights, not the outputs."""
+    if not isinstance(call.layer, Loss):
+        return call.passed
+    (_, y, _, sample_weight), _ = call.passed
+    return y, sample_weight
+
+
+def is_in_loss(call: Call) -> bool:
+    """Whether a call is that of the loss, or one that the loss makes."""
+    while call.parent is not None:
+        call = call.parent
+    return isinstance(call.layer, Loss)
+
+
+def _moved_to_loss(blame: Blame) -> Blame:
+    """A place in the code of `compute_loss` belongs to the loss, and to no layer."""
+    if blame.call is None or not isinstance(blame.call.layer, Loss):
+        return blame
+    phase = "loss" if blame.phase == "forward" else blame.phase
+    return dataclasses.replace(blame, phase=phase, call=None, part="loss")
+
+
+class _Values:
+    """The statistics of what a forward pass computed, each structure measured once."""
 
     def __init__(self, calls: Sequence[Call]):
-        self._bad = {id(call): is_bad(measure(call.outputs)) for call in calls}
+        self._stats: dict[int, tuple[Any, tuple[TensorStats, ...]]] = {}
         self._answered: dict[int, bool] = {}
         self._users: dict[int, list[Call]] = {}
         for call in calls:
             for tensor in floats(call.passed):
                 self._users.setdefault(id(tensor), []).append(call)
 
-    def outputs_of(self, call: Call) -> bool:
-        """Tell whether any output is not finite."""
-        return self._bad[id(call)]
+    def of(self, tree: Any) -> tuple[TensorStats, ...]:
+        """The statistics of the floats in a structure."""
+        if id(tree) not in self._stats:
+            self._stats[id(tree)] = (tree, measure(tree))  # kept, so that its id stays its own
+        return self._stats[id(tree)][1]
+
+    def is_bad(self, call: Call) -> bool:
+        """Whether any output of the call is not finite."""
+        return has_nonfinite(self.of(call.outputs))
 
     def is_answered(self, call: Call) -> bool:
-        """Tell whether all layers that take the outputs as they are end in finite numbers."""
+        """Whether all layers that take the outputs as they are end in finite numbers."""
         if id(call) not in self._answered:
             takers = [u for x in floats(call.outputs) for u in self._users.get(id(x), [])]
             later = [u for u in takers if u.span[0] > call.span[1]]  # not itself, not its children
             self._answered[id(call)] = bool(later) and all(
-                not self._bad[id(u)] or self.is_answered(u) for u in later
+                not self.is_bad(u) or self.is_answered(u) for u in later
             )
         return self._answered[id(call)]
 
@@ -143,7 +166,9 @@ class Cotangents:
         """What was seen at the call that stands in the place of `call`."""
         return tuple(s for _, c, r, s in self.seen if c.key == call.key and r == role)
 
-    def first_bad(self, gradients: Sequence[Gradient], variables: Sequence[Variable]):
+    def first_bad(
+        self, gradients: Sequence[Gradient], variables: Sequence[Variable]
+    ) -> Blame | None:
         """The place that comes last in the forward pass, and so first in the backward pass.
 
         Returns:
@@ -155,19 +180,19 @@ class Cotangents:
         if owner is not None and (last is None or owner.key != last[1].key):
             own = {id(v) for v in owner.layer.trainable_variables}
             paths = tuple(v.path for v in bad if id(v) in own)
-            return Blame(
-                "backward", owner, "weights", inputs=self.at(owner, "output"), variables=paths
-            )
+            inputs = self.at(owner, "output")
+            return Blame("backward", owner, "weights", inputs=inputs, variables=paths)
         paths = tuple(v.path for v in bad)
         if last is None:  # a variable outside of any layer's call
             return Blame("backward", None, "weights", variables=paths) if paths else None
-        call: Any = last[1]
-        role = last[2]
+        return _moved_to_loss(self._blame_at(last[1], last[2], paths))
+
+    def _blame_at(self, call: Call, role: str, paths: tuple[str, ...]) -> Blame:
         outputs = self.at(call, role)
-        if role == "output" and call.parent is None:
-            return Blame("backward", None, "loss", None, None, (), outputs, paths, call, role)
-        if role == "output":
+        if role == "output" and call.parent is not None:
             return self._code_after(call, outputs, paths)
+        if role == "output":  # of the model
+            return Blame("backward", None, "loss", None, None, (), outputs, paths, call, role)
         begun = [c for c in call.children if self.at(c, "input")]
         if begun:  # its own code before its first child
             first = begun[0]
@@ -209,5 +234,5 @@ def nonfinite_variables(
     return [
         v
         for v, g in zip(variables, gradients, strict=True)
-        if g is not None and is_bad(measure(_backend.gradient_rows(g)))
+        if g is not None and has_nonfinite(measure(_backend.gradient_rows(g)))
     ]

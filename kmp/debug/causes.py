@@ -8,12 +8,12 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Variable
-from kmp.debug.blame import Blame, Cotangents, is_bad, measure
+from kmp._keras.calls import Call
+from kmp.debug.blame import Blame, Cotangents
 from kmp.debug.policies import under
-from kmp.debug.replay import Call
-from kmp.debug.stats import TensorStats, tensor_stats
-from kmp.precision.casts import HALF_DTYPES, is_float
+from kmp.debug.stats import TensorStats, has_nonfinite, measure, tensor_stats
 from kmp.precision.float_formats import formats
+from kmp.precision.trees import HALF_DTYPES, is_float
 
 _NOT_PRECISION = (
     "not finite in float32 either, so not a matter of precision. Look for a division by zero, a "
@@ -34,7 +34,7 @@ def forward_cause(blame: Blame) -> str:
     if call.dtype not in HALF_DTYPES:
         return f"it computes in {call.dtype}, so not a matter of precision"
     again = blame.inputs if blame.part == "cast" else _in_float32(call)
-    if not again or is_bad(again):
+    if not again or has_nonfinite(again):
         return _NOT_PRECISION
     return f"{_left_the_range(again, call.dtype)}. {_ADVICE}"
 
@@ -63,7 +63,7 @@ def backward_cause(
         )
     else:
         again = tuple(s for _, _, role, s in in_float32.seen if role == blame.role)
-    if not again or is_bad(again):
+    if not again or has_nonfinite(again):
         return _NOT_PRECISION
     dtype = blame.outputs[0].dtype if blame.outputs else ""
     if dtype not in HALF_DTYPES and blame.call is not None:

@@ -5,19 +5,17 @@ import math
 from typing import Any
 
 import keras
-from keras import ops
 
 from kmp._backend.types import Tree
 from kmp._common import number, table
-from kmp.debug.arguments import check_model
 from kmp.debug.nonfinite import first_blame
 from kmp.debug.policies import Unit, checked_policy, under, under_map, units_of
 from kmp.debug.precisions import output_sqnr, quality_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import LayerRange, ranges_of
-from kmp.debug.replay import Batch, as_batch, call_model, floats
-from kmp.precision.casts import HALF_DTYPES
-from kmp.scaling.trees import all_finite
+from kmp.debug.replay import Batch, Loss, as_batch, call_model, check_replayable
+from kmp.debug.stats import has_nonfinite, measure, sqnr_of
+from kmp.precision.trees import HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +56,10 @@ class Diagnosis:
     def __str__(self) -> str:
         name = self.policy.default_policy.name
         kept = f" but for {', '.join(self.float32_layers)}" * bool(self.float32_layers)
-        before = f", {self.sqnr_before:.1f} dB without them" * bool(self.float32_layers)
+        before = ", does not run without them"
+        if not math.isnan(self.sqnr_before):
+            before = f", {self.sqnr_before:.1f} dB without them"
+        before *= bool(self.float32_layers)
         head = (
             f"{name} everywhere{kept}: output SQNR {self.sqnr:.1f} dB (asked for "
             f"{self.target_sqnr:g} dB{before})"
@@ -141,7 +142,7 @@ def diagnose(
 
     Source: the range histograms of Micikevicius et al., "Mixed Precision Training" (2018), fig. 2.
     """
-    check_model(model, "diagnose", loss=y is not None)
+    check_replayable(model, "diagnose", with_loss=y is not None)
     policy = checked_policy(policy)
     target_sqnr = number("target_sqnr", target_sqnr, "diagnose")
     batch = (as_batch(x), as_batch(y), None)
@@ -186,20 +187,22 @@ class _Search:
         self.dtype = keras.dtype_policies.get(policy).compute_dtype
         self.units = units_of(model)
         self.kept: list[Unit] = []
+        self._measured: dict[frozenset[Unit], float] = {}
         self.before = self.sqnr()
 
     def policies(self) -> keras.dtype_policies.DTypePolicyMap:
         """The map."""
-        policies = keras.dtype_policies.DTypePolicyMap(keras.dtype_policies.get(self.policy))
-        for unit in self.kept:
-            for layer in unit.layers:
-                if layer.path:
-                    policies[layer.path] = keras.dtype_policies.get("float32")
-        return policies
+        paths = [layer.path for unit in self.kept for layer in unit.layers if layer.path]
+        full = keras.dtype_policies.get("float32")
+        # As a dict: a layer that two units share would be set twice, which a map refuses.
+        return keras.dtype_policies.DTypePolicyMap(
+            keras.dtype_policies.get(self.policy), dict.fromkeys(paths, full)
+        )
 
     def without_path(self) -> list[keras.Layer]:
-        """The layers that are kept and that no map reaches."""
-        return [unit.head for unit in self.kept if not unit.head.path]
+        """The layers that are kept and that no map reaches, those inside other layers included."""
+        kept = {id(layer): layer for unit in self.kept for layer in unit.layers}
+        return [layer for layer in kept.values() if not layer.path]
 
     def swapped(self) -> Any:
         """Within, the model computes as the map says."""
@@ -207,7 +210,12 @@ class _Search:
 
     def sqnr(self) -> float:
         """dB of the output under the map; NaN where the model does not run so."""
-        return quality_of(self.model, self.batch[0], self.outputs, self.swapped, self.preserved)
+        kept = frozenset(self.kept)
+        if kept not in self._measured:
+            self._measured[kept] = quality_of(
+                self.model, self.batch[0], self.outputs, self.swapped, self.preserved
+            )
+        return self._measured[kept]
 
     def keep_for_the_output(self, verbose: int) -> None:
         """Keep the worst until the target is reached, then drop what it does not need."""
@@ -227,6 +235,13 @@ class _Search:
             self.kept = [other for other in before if other is not unit]
             if not self.sqnr() >= self.target:
                 self.kept = before
+        if math.isnan(self.sqnr()):
+            self._run()  # raises what the comparison has swallowed
+
+    def _run(self) -> Tree:
+        self.preserved.restore()
+        with self.swapped():
+            return call_model(self.model, self.batch[0], training=False)
 
     def keep_for_the_gradients(self, scale: float) -> bool:
         """Keep what overflows in a training step; tell whether everything is finite in the end."""
@@ -239,6 +254,9 @@ class _Search:
             if unit is None or unit in self.kept:
                 return False
             self.kept.append(unit)
+            if math.isnan(self.sqnr()):  # the model does not run so
+                self.kept.pop()
+                return False
         return False
 
     def _unit_of(self, layer: Any) -> Unit | None:
@@ -247,16 +265,19 @@ class _Search:
 
 def _check_finite(model: keras.Model, batch: Batch, outputs: Tree) -> None:
     """Raise ValueError unless the outputs are finite, or the loss, which may know their masks."""
-    x, y, _ = batch
-    if _is_finite(outputs):
-        return
-    if y is None or not _is_finite(model.compute_loss(x=x, y=y, y_pred=outputs, training=False)):
+    x, y, sample_weight = batch
+    if has_nonfinite(measure(outputs)):
+        loss = None if y is None else Loss(model)(x, y, outputs, sample_weight, training=False)
+        if loss is None or has_nonfinite(measure(loss)):
+            raise ValueError(
+                "`model` of diagnose must be finite in float32. Received: a batch for which its "
+                "output is not. kmp.debug.locate_nonfinite(model, x, y) names the layer. If the "
+                "output is a mask of -inf, pass a y for which the loss is finite."
+            )
+    if math.isnan(sqnr_of(outputs, outputs)):
         raise ValueError(
-            "`model` of diagnose must be finite in float32. Received: a batch for which its output "
-            "is not. kmp.debug.locate_nonfinite(model, x, y) names the layer. If the output is a "
-            "mask of -inf, pass a y for which the loss is finite."
+            "`model` of diagnose must have finite float outputs and no NaN in float32, so that "
+            "half precision can be compared with them. Received: outputs "
+            f"{', '.join(map(str, measure(outputs))) or 'without floats'}. Write -inf instead of "
+            "NaN for what is masked."
         )
-
-
-def _is_finite(tree: Tree) -> bool:
-    return bool(ops.convert_to_numpy(all_finite(floats(tree))))

@@ -2,18 +2,20 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._backend.types import Tree
+from kmp._backend.types import Tensor, Tree
 from kmp._common import table, whole_number
-from kmp.debug.arguments import check_model
 from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
-from kmp.debug.replay import call_model, floats, forward
+from kmp.debug.replay import as_batch, call_model, check_replayable, forward
+from kmp.debug.stats import floats
 
 _HALF = "mixed_bfloat16"  # as many bytes as float16, and computed on every device
 
@@ -80,25 +82,31 @@ class MemoryReport:
         return table(rows)
 
 
-def memory_report(model: keras.Model, batch_size: int) -> MemoryReport:
+def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> MemoryReport:
     """Count the bytes of a training step in float32, in mixed and in pure half precision.
 
-    The hand count says what there is to hold: parameters, gradients, optimizer slots, and the
-    output of each layer. A compiler holds less where it fuses or computes again, and more where it
-    needs room to work: on JAX the step is compiled (not run) under each policy, and the last column
-    is XLA's own answer. Elsewhere, and in pure half, the hand count is all there is. Layers that
-    stay in float32 by their own make are counted as they are.
+    The hand count adds up what a step holds: parameters, gradients, optimizer slots, and the output
+    of each layer. A compiler holds less where it fuses or recomputes, and more where it needs
+    scratch space: on JAX the step is compiled (not run) under float32 and mixed precision, and the
+    last column is XLA's own count. On other backends, and for pure half precision, there is only
+    the hand count. Layers that always compute in float32 are counted in float32.
 
     Args:
-        model: a built functional or sequential model. Slots are counted if it is compiled.
+        model: a built model. Slots are counted if it is compiled.
         batch_size: samples in a batch.
+        x: a batch of any number of samples, in the structure in which the model is called. Needed
+            where the model does not know the shapes of its inputs: sequences of any length, and
+            subclassed models. A batch of `batch_size` samples is run as it is, any other is counted
+            by its first sample.
 
     Returns:
         A `MemoryReport`; print it.
 
     Raises:
-        ValueError: the model is not built, or a subclassed one whose inputs are not known;
-            `batch_size` is not a whole number of at least 1, or not that of inputs that have one.
+        TypeError: `model` is no Keras model.
+        ValueError: it is not built, or does not know the shapes of its inputs, and `x` is missing;
+            `batch_size` is not a whole number of at least 1, or not that of inputs that have one;
+            `x` is no batch of arrays.
 
     Example:
 
@@ -109,87 +117,101 @@ def memory_report(model: keras.Model, batch_size: int) -> MemoryReport:
     (66560, 133120, 32768)
     >>> mixed.parameters, mixed.activations, pure.parameters
     (99840, 16384, 33280)
+
+    Sequences of 128 words, for a model that takes any length:
+
+    >>> words = keras.layers.Embedding(1000, 16)
+    >>> model = keras.Sequential([keras.Input((None,), dtype="int32"), words])
+    >>> memory_report(model, 32, np.ones((1, 128), "int32")).rows[0].activations
+    262144
     """
-    check_model(model, "memory_report", loss=False)
+    check_replayable(model, "memory_report", with_loss=False)
     batch_size = whole_number("batch_size", batch_size, "memory_report")
-    inputs = _inputs_of(model, batch_size)
-    samples = batch_size if _has_fixed_batch(inputs) else 1
-    sample = keras.tree.map_structure(lambda x: ops.zeros((samples, *x.shape[1:]), x.dtype), inputs)
-    specs = [((batch_size, *x.shape[1:]), x.dtype) for x in keras.tree.flatten(inputs)]
+    sample = _sample_of(model, batch_size) if x is None else _part_of(as_batch(x), batch_size)
+    samples = keras.tree.flatten(sample)[0].shape[0]
+    specs = [((batch_size, *each.shape[1:]), each.dtype) for each in keras.tree.flatten(sample)]
     activations, compiled = {}, {}
     with Preserved(model) as preserved:
         for policy in ("float32", _HALF):
             preserved.restore()
             with under(model, policy):
-                recorder, _ = forward(model, sample, training=True)
-                leaves = [call for call in recorder.calls if not call.children]
-                # Each once: a cell returns its state twice, an identity what it was given.
-                outputs = {id(x): x for call in leaves for x in floats(call.outputs)}
-                each = sum(_bytes(x.shape, x.dtype) for x in outputs.values()) // samples
-                activations[policy] = batch_size * each
-                compiled[policy] = _backend.compiled_bytes(model, specs, _loss_of(model, inputs))
+                activations[policy] = _activation_bytes(model, sample) * batch_size // samples
+                compiled[policy] = _backend.compiled_bytes(model, specs, _loss_of(model, sample))
+    return MemoryReport(batch_size, _rows_of(model, activations, compiled))
+
+
+def _rows_of(
+    model: keras.Model, activations: dict[str, int], compiled: dict[str, int | None]
+) -> tuple[MemoryUse, ...]:
+    """The three rows, from the bytes of activations and XLA's count by policy."""
     floating = [v for v in model.variables if keras.backend.is_float_dtype(v.dtype)]
     numbers = sum(math.prod(v.shape) for v in floating)
-    others = sum(_bytes(v.shape, v.dtype) for v in model.variables) - sum(
-        _bytes(v.shape, v.dtype) for v in floating
-    )
+    kept = {id(v) for v in floating}
+    others = sum(_bytes(v.shape, v.dtype) for v in model.variables if id(v) not in kept)
     trained = sum(math.prod(v.shape) for v in model.trainable_variables)
     slots = _slots_of(model)
-    full, half = activations["float32"], activations[_HALF]
-    return MemoryReport(
-        batch_size,
-        (
-            MemoryUse(
-                "float32",
-                4 * numbers + others,
-                4 * trained,
-                4 * slots,
-                full,
-                compiled["float32"],
-            ),
-            MemoryUse(
-                "mixed half",
-                6 * numbers + others,
-                4 * trained,
-                4 * slots,
-                half,
-                compiled[_HALF],
-            ),
-            MemoryUse("pure half", 2 * numbers + others, 2 * trained, 2 * slots, half, None),
-        ),
+
+    def use(name: str, policy: str, parameter: int, number: int, xla: int | None) -> MemoryUse:
+        """A row, from the bytes of a parameter and of a gradient's or slot's number."""
+        parameters = parameter * numbers + others
+        held = activations[policy]
+        return MemoryUse(name, parameters, number * trained, number * slots, held, xla)
+
+    return (
+        use("float32", "float32", 4, 4, compiled["float32"]),
+        use("mixed half", _HALF, 4 + 2, 4, compiled[_HALF]),
+        use("pure half", _HALF, 2, 2, None),
     )
 
 
-def _inputs_of(model: keras.Model, batch_size: int) -> Tree:
-    """The symbolic inputs, in the structure in which the model is called."""
+def _activation_bytes(model: keras.Model, sample: Tree) -> int:
+    """The bytes of the outputs of all layers."""
+    recorder, *_ = forward(model, (sample, None, None), training=True)
+    leaves = [call for call in recorder.calls if not call.children]
+    # Each tensor once: a cell returns its state twice, an identity what it was given.
+    outputs = {id(x): x for call in leaves for x in floats(call.outputs)}
+    return sum(_bytes(x.shape, x.dtype) for x in outputs.values())
+
+
+def _sample_of(model: keras.Model, batch_size: int) -> Tree:
+    """Zeros in the shapes of the model's inputs: one sample, or as many as these are made for."""
     try:
-        inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        inputs: Any = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        shapes = [tensor.shape for tensor in keras.tree.flatten(inputs)]
     except (AttributeError, TypeError, ValueError):
+        shapes = None
+    if shapes is None or any(None in shape[1:] for shape in shapes):
+        known = "a subclassed one" if shapes is None else f"inputs of shapes {shapes}"
         raise ValueError(
-            "`model` of memory_report must know its inputs. Received: the subclassed model "
-            f"{model.name!r}. Write keras.Model(inputs, model(inputs)) with inputs = "
-            "keras.Input(...) around it."
-        ) from None
-    if any(None in x.shape[1:] for x in keras.tree.flatten(inputs)):
-        raise ValueError(
-            "`model` of memory_report must have inputs of known shape but for the batch. Received: "
-            f"{[x.shape for x in keras.tree.flatten(inputs)]}."
+            "`model` of memory_report must know the shapes of its inputs, or `x` must be a batch "
+            f"for it. Received: {model.name!r}, {known}, and no x. Write "
+            "memory_report(model, batch_size, x) with a batch of the length that you train on."
         )
-    fixed = {x.shape[0] for x in keras.tree.flatten(inputs)} - {None, batch_size}
-    if fixed:
+    fixed = {shape[0] for shape in shapes} - {None}
+    if fixed - {batch_size}:
         raise ValueError(
             "`batch_size` of memory_report must be that of the model's inputs. Received: "
             f"batch_size={batch_size} and inputs of {fixed.pop()} samples."
         )
-    return inputs
+    samples = batch_size if fixed else 1
+    return keras.tree.map_structure(lambda x: ops.zeros((samples, *x.shape[1:]), x.dtype), inputs)
 
 
-def _has_fixed_batch(inputs: Tree) -> bool:
-    return any(x.shape[0] is not None for x in keras.tree.flatten(inputs))
+def _part_of(batch: Tree, batch_size: int) -> Tree:
+    """The batch itself if it has `batch_size` samples, otherwise its first sample."""
+    shapes = [tuple(tensor.shape) for tensor in keras.tree.flatten(batch)]
+    if not shapes or any(not shape or shape[0] == 0 for shape in shapes):
+        raise ValueError(
+            "`x` of memory_report must be a batch: arrays whose first axis counts samples. "
+            f"Received: arrays of shapes {shapes}. Write x[None] for a single sample."
+        )
+    if all(shape[0] == batch_size for shape in shapes):
+        return batch
+    return keras.tree.map_structure(lambda x: x[:1], batch)
 
 
-def _loss_of(model: keras.Model, inputs: Tree):
-    """A loss to compile: what makes every output need a gradient."""
+def _loss_of(model: keras.Model, inputs: Tree) -> Callable[[list[Tensor]], Tensor]:
+    """A loss to compile, of a flat list of inputs: each output has a gradient."""
 
     def loss(flat):
         outputs = call_model(model, keras.tree.pack_sequence_as(inputs, flat), training=True)

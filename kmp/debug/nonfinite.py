@@ -3,18 +3,15 @@
 import dataclasses
 
 import keras
-import numpy as np
-from keras import ops
 
-from kmp._backend.types import Tree
+from kmp._backend.types import Tensor, Tree
 from kmp._common import scale_number
-from kmp.debug.arguments import check_model, loss_scale_of
-from kmp.debug.blame import Blame, Cotangents, first_bad_value, is_bad, measure
+from kmp.debug.blame import Blame, Cotangents, first_bad_value, is_in_loss
 from kmp.debug.causes import backward_cause, forward_cause
 from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
-from kmp.debug.replay import Batch, as_batch, backward, forward
-from kmp.debug.stats import TensorStats, tensor_stats
+from kmp.debug.replay import Batch, as_batch, backward, check_replayable, forward, loss_scale_of
+from kmp.debug.stats import TensorStats, has_nonfinite, measure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +33,11 @@ class NonfiniteReport:
         outputs: statistics of what came out, the first that is not finite.
         variables: paths of the variables whose gradients are not finite.
         cause: what is known about why, in words.
-        scale: the loss scale.
+        loss_scale: what the loss was multiplied with; None if only the forward pass was run.
 
     Example:
 
-    >>> print(NonfiniteReport(scale=1024.0))
+    >>> print(NonfiniteReport(loss_scale=1024.0))
     Every value and every gradient of this batch is finite at loss scale 1024.
     """
 
@@ -54,15 +51,15 @@ class NonfiniteReport:
     outputs: tuple[TensorStats, ...] = ()
     variables: tuple[str, ...] = ()
     cause: str = ""
-    scale: float | None = None
+    loss_scale: float | None = None
 
     def __str__(self) -> str:
         if self.phase is None:
-            if self.scale is None:
+            if self.loss_scale is None:
                 return "Every value of this batch is finite in the forward pass."
             return (
                 "Every value and every gradient of this batch is finite at loss scale "
-                f"{self.scale:g}."
+                f"{self.loss_scale:g}."
             )
         lines = [f"{self.phase.upper()}: {self._what()}"]
         lines += [f"  in:    {s}" for s in self.inputs] + [f"  out:   {s}" for s in self.outputs]
@@ -73,9 +70,10 @@ class NonfiniteReport:
 
     def _what(self) -> str:
         if self.part == "loss":
+            what = "the gradient is not finite where it leaves the loss"
             if self.phase == "loss":
-                return "the outputs are finite, the loss is not"
-            return "the gradient is not finite where it leaves the loss"
+                what = "the outputs are finite, the loss is not"
+            return what + (f": its code {self._places()}" if self._places() else "")
         if self.part == "data":
             return "the batch itself is not finite"
         if self.path is None:
@@ -89,11 +87,14 @@ class NonfiniteReport:
             return f"the reduction to the gradients of the weights of {layer}"
         if self.part == "cast":
             return f"the cast of the inputs of {layer}"
+        if self.part == "code":
+            return f"the code of {layer} itself, {self._places()}"
+        return layer
+
+    def _places(self) -> str:
         places = [f"after {self.after}"] * bool(self.after)
         places += [f"before {self.before}"] * bool(self.before)
-        if self.part == "code":
-            return f"the code of {layer} itself, {' and '.join(places)}"
-        return layer
+        return " and ".join(places)
 
 
 def locate_nonfinite(
@@ -101,7 +102,7 @@ def locate_nonfinite(
     x: Tree,
     y: Tree = None,
     sample_weight: Tree = None,
-    scale: float | None = None,
+    loss_scale: float | None = None,
 ) -> NonfiniteReport:
     """Name the first layer, forward or backward, whose output or gradient leaves the range.
 
@@ -123,13 +124,13 @@ def locate_nonfinite(
         x: one batch, as `fit` takes it: an array or a nested structure of arrays.
         y: its targets; None looks at the forward pass alone.
         sample_weight: its weights, if there are any.
-        scale: the loss scale; by default what the optimizer would multiply the loss with now.
+        loss_scale: by default what the optimizer would multiply the loss with now.
 
     Returns:
         A `NonfiniteReport`; print it.
 
     Raises:
-        ValueError: the model is not built, or not compiled; `scale` cannot be a loss scale.
+        ValueError: the model is not built, or not compiled; `loss_scale` cannot be one.
 
     Example:
 
@@ -144,15 +145,15 @@ def locate_nonfinite(
       out:   float16[1, 4] on ..., 4 inf
       cause: finite in float32 (largest 1.2e+05): it left float16 (at most 65504). ...
     """
-    check_model(model, "locate_nonfinite", loss=y is not None)
-    if scale is not None:
-        scale = scale_number("scale", scale, "locate_nonfinite")
+    check_replayable(model, "locate_nonfinite", with_loss=y is not None)
+    if loss_scale is not None:
+        loss_scale = scale_number("loss_scale", loss_scale, "locate_nonfinite")
     batch = (as_batch(x), as_batch(y), as_batch(sample_weight))
     with Preserved(model) as preserved:
         if y is None:
             blame = first_blame(model, batch, None, preserved)
             return _report(blame, _cause(model, batch, blame, 1.0, preserved), None)
-        scale = loss_scale_of(model) if scale is None else scale
+        scale = loss_scale_of(model) if loss_scale is None else loss_scale
         blame = first_blame(model, batch, scale, preserved)
         return _report(blame, _cause(model, batch, blame, scale, preserved), scale)
 
@@ -169,21 +170,28 @@ def first_blame(
         preserved: what puts the state back before each replay.
     """
     preserved.restore()
-    recorder, outputs = forward(model, batch[0], training=True)
-    blame = None
-    if is_bad(measure(outputs)):
-        blame = first_bad_value(recorder)
-        blame = blame or Blame("forward", None, "model", outputs=measure(outputs))
+    recorder, outputs, loss = forward(model, batch, training=True, with_loss=scale is not None)
+    if has_nonfinite(measure(outputs if loss is None else loss)):
+        calls = recorder.calls
+        if not has_nonfinite(measure(outputs)):  # then the model is not to blame
+            calls = [call for call in calls if is_in_loss(call)]
+        return first_bad_value(calls) or _end(outputs, loss)
     if scale is None:
-        return blame
+        return None
     preserved.restore()
     cotangents = Cotangents()
     keys = {call.key for call in recorder.calls}
     loss, gradients = backward(model, batch, scale, keys, cotangents.record)
-    if np.isfinite(ops.convert_to_numpy(loss)):  # the loss answers what its inputs are on purpose
-        return cotangents.first_bad(gradients, model.trainable_variables)
-    inputs = measure(outputs)
-    return blame or Blame("loss", None, "loss", inputs=inputs, outputs=(tensor_stats(loss),))
+    if has_nonfinite(measure(loss)):
+        return _end(outputs, loss)
+    return cotangents.first_bad(gradients, model.trainable_variables)
+
+
+def _end(outputs: Tree, loss: Tensor | None) -> Blame:
+    """What is left where no call is to blame: the loss, or without one the outputs."""
+    if loss is None:
+        return Blame("forward", None, "model", outputs=measure(outputs))
+    return Blame("loss", None, "loss", inputs=measure(outputs), outputs=measure(loss))
 
 
 def _cause(
@@ -192,6 +200,8 @@ def _cause(
     if blame is None:
         return ""
     if blame.phase == "loss":
+        if blame.after or blame.before:
+            return "the loss is computed in float32, so not a matter of half precision"
         return f"the outputs are finite, and the loss times {scale:g} is not"
     if blame.phase == "forward":
         return forward_cause(blame)
@@ -205,7 +215,7 @@ def _cause(
 
 def _report(blame: Blame | None, cause: str, scale: float | None) -> NonfiniteReport:
     if blame is None:
-        return NonfiniteReport(scale=scale)
+        return NonfiniteReport(loss_scale=scale)
     call = blame.call
     return NonfiniteReport(
         phase=blame.phase,
@@ -218,5 +228,5 @@ def _report(blame: Blame | None, cause: str, scale: float | None) -> NonfiniteRe
         outputs=blame.outputs,
         variables=blame.variables,
         cause=cause,
-        scale=scale,
+        loss_scale=scale,
     )

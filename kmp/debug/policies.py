@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from kmp._keras import layers_of, path_of
-from kmp.precision.casts import HALF_DTYPES
+from kmp._keras import give_policy, layers_of, parts_of, path_of
+from kmp.precision.trees import HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ def units_of(model: keras.Model) -> list[Unit]:
             return
         if not _only_calls_layers(layer) and _is_switchable(layer):
             units[id(layer)] = Unit(path_of(layer), (layer,))
-        for child in layer._flatten_layers(include_self=False, recursive=False):
+        for child in parts_of(layer):
             visit(child)
 
     visit(model)
@@ -85,14 +85,15 @@ def _swapped(model: keras.Layer, choose: Callable[[keras.Layer], Any]) -> Iterat
     The setter of `dtype_policy` is not used: it would write into a map that the layers share.
     """
     layers = [layer for layer in layers_of(model) if _is_switchable(layer)]
-    before = [layer._dtype_policy for layer in layers]
+    before = [layer.dtype_policy for layer in layers]
+    chosen = [choose(layer) for layer in layers]
     try:
-        for layer in layers:
-            layer._dtype_policy = choose(layer)
+        for layer, policy in zip(layers, chosen, strict=True):
+            give_policy(layer, policy)
         yield
     finally:
         for layer, old in zip(layers, before, strict=True):
-            layer._dtype_policy = old
+            give_policy(layer, old)
 
 
 def checked_policy(policy: str) -> str:

@@ -12,12 +12,20 @@ import numpy as np
 from kmp import _backend
 from kmp._backend.types import Gradient, Tree
 from kmp._common import table
-from kmp.debug.arguments import check_model, loss_scale_of
-from kmp.debug.noise import as_float64, sqnr, sqnr_of
+from kmp._keras.calls import Call, Recorder
 from kmp.debug.policies import Unit, checked_policy, under, units_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import advised_scale, max_abs
-from kmp.debug.replay import Batch, Call, Recorder, as_batch, backward, call_model, floats, forward
+from kmp.debug.replay import (
+    Batch,
+    as_batch,
+    backward,
+    call_model,
+    check_replayable,
+    forward,
+    loss_scale_of,
+)
+from kmp.debug.stats import as_float64, floats, sqnr, sqnr_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +97,11 @@ class PrecisionReport:
             quality = map(_dB, (row.cumulative_sqnr, row.local_sqnr, row.output_sqnr))
             rows.append([row.path, row.dtype, *sizes, *errors, *quality])
         lines = [f"{self.policy} against float32: output SQNR {_dB(self.output_sqnr)} dB"]
+        if math.isnan(self.output_sqnr):
+            lines = [
+                f"{self.policy} against float32: no output SQNR, because the float32 output holds "
+                "NaN or no finite float"
+            ]
         lines.append(table(rows))
         if self.gradient_sqnr:
             gradients = [[path, _dB(value)] for path, value in self.gradient_sqnr.items()]
@@ -144,15 +157,15 @@ def compare_precisions(
     >>> [row.dtype for row in report.rows], report.worst(1)
     (['bfloat16', 'bfloat16', 'bfloat16'], ['sequential.../rough'])
     """
-    check_model(model, "compare_precisions", loss=y is not None)
+    check_replayable(model, "compare_precisions", with_loss=y is not None)
     policy = checked_policy(policy)
     batch = (as_batch(x), as_batch(y), None)
     with Preserved(model) as preserved:
         with under(model, "float32"):
-            reference, outputs = forward(model, batch[0], training=False)
+            reference, outputs, _ = forward(model, batch, training=False)
         preserved.restore()
         with _all_under(model, policy):
-            lower, lower_outputs = forward(model, batch[0], training=False)
+            lower, lower_outputs, _ = forward(model, batch, training=False)
         units = {unit.head: unit for unit in units_of(model)}
         alone = {}
         progress = keras.utils.Progbar(len(units), verbose=verbose, unit_name="layer")

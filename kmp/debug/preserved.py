@@ -1,123 +1,77 @@
-"""What a replay may touch, kept aside and put back."""
+"""A replay leaves no trace: what it may touch is kept, and put back."""
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from kmp import _backend
+from kmp._backend.kept_variables import KeptVariables
 from kmp._backend.random_states import RandomStates
-from kmp._backend.types import Variable
 from kmp._keras import layers_of, path_of
+from kmp._keras.state import fresh_loss, kept_called, kept_losses
 
 
 class Preserved:
     """A context that leaves a model, its training state and the random state as they were.
 
-    Variables (weights, BatchNorm statistics, layers' seeds, metrics, and whatever else is assigned
-    to in this thread: the states of stateful RNNs and the seeds of closures are in no list), the
-    layers' collected losses, the loss object that the first training step builds, and the random
-    states of Python, NumPy, Keras and the backend. Dtype policies are put back by who swaps them;
-    nothing steps the optimizer, calls a cached function or leaves a new one. `restore` puts it all
-    back in between, so that the next replay draws the same dropout masks.
+    It keeps the variables (weights, BatchNorm statistics, seeds of layers, metrics, and whatever
+    else this thread assigns to: the states of stateful RNNs and the seeds in closures are in no
+    list), the losses that layers have collected, the loss object that the first training step
+    builds, and the random states of Python, NumPy, Keras and the backend. Whoever swaps dtype
+    policies puts them back. Nothing steps the optimizer, calls a cached function or leaves a new
+    one. `restore` puts everything back in between, so that the next replay draws the same dropout
+    masks.
 
     Args:
         model: a built `keras.Model`.
 
     Raises:
-        ValueError: within, by a layer that would make its weights only now.
+        ValueError: within, if a layer would create its weights only now.
     """
 
     def __init__(self, model: keras.Model):
-        self.model: Any = model
-        self.layers = layers_of(model)
+        self._model: Any = model
 
     def __enter__(self) -> "Preserved":
-        self.values: dict[int, tuple[Variable, Callable[[], None]]] = {}
-        for variable in _variables(self.model):
-            self._note(variable)
-        self.losses = [(list(layer._losses), set(layer._loss_ids)) for layer in self.layers]
-        self.called = [layer._called for layer in self.layers]
-        self.compile_loss = self.model.__dict__.get("_compile_loss")
-        self.random_states = RandomStates()
-        self._use_a_fresh_loss()
-        self.replaced = contextlib.ExitStack()
-        self.replaced.enter_context(_noting(self._note))
-        self.replaced.enter_context(_refusing_weights())
-        self.replaced.enter_context(_backend.without_functions())
+        model, layers = self._model, layers_of(self._model)
+        self._variables = KeptVariables(
+            [*model.variables, *getattr(model, "metrics_variables", [])]
+        )
+        self._losses, self._random_states = kept_losses(layers), RandomStates()
+        self._at_the_end = [kept_called(layers), fresh_loss(model)]
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(self._variables.with_assigned())
+        self._patches.enter_context(_refusing_weights())
+        self._patches.enter_context(_backend.without_functions())
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.replaced.close()
+        self._patches.close()
         self.restore()
-        if self.compile_loss is not None:
-            self.model.__dict__["_compile_loss"] = self.compile_loss
-        for layer, called in zip(self.layers, self.called, strict=True):
-            layer._called = called
+        for put_back in self._at_the_end:
+            put_back()
 
     def restore(self) -> None:
-        """Put everything but the loss object back."""
-        for _, put_back in self.values.values():
-            put_back()
-        for layer, (losses, ids) in zip(self.layers, self.losses, strict=True):
-            layer._losses[:] = losses
-            layer._loss_ids.clear()
-            layer._loss_ids.update(ids)
-        self.random_states.restore()
-
-    def _note(self, variable: Variable) -> None:
-        """Keep the value that a variable had first, if any."""
-        if id(variable) not in self.values and getattr(variable, "_value", None) is not None:
-            self.values[id(variable)] = (variable, _backend.preserved(variable))
-
-    def _use_a_fresh_loss(self) -> None:
-        """A compiled loss builds its metrics when it is first called: let another one do that."""
-        loss = self.compile_loss
-        if loss is not None and not loss.built:
-            # Through __dict__, for a layer tracks what is set on it.
-            self.model.__dict__["_compile_loss"] = type(loss)(
-                loss._user_loss,
-                loss._user_loss_weights,
-                reduction=loss.reduction,
-                output_names=loss.output_names,
-            )
-
-
-def _variables(model: Any) -> list[Variable]:
-    """What a forward pass and a loss are known to write to. The optimizer is not asked to step."""
-    return [*model.variables, *getattr(model, "metrics_variables", [])]
-
-
-@contextlib.contextmanager
-def _noting(note: Callable[[Variable], None]) -> Iterator[None]:
-    """Within, `note` is called with each variable that this thread is about to change."""
-    assign, thread = keras.Variable._direct_assign, threading.get_ident()
-
-    def noted_assign(self, value):
-        if threading.get_ident() == thread:
-            note(self)
-        return assign(self, value)
-
-    keras.Variable._direct_assign = noted_assign
-    try:
-        yield
-    finally:
-        keras.Variable._direct_assign = assign
+        """Put everything back but the loss object."""
+        self._variables.restore()
+        self._losses()
+        self._random_states.restore()
 
 
 @contextlib.contextmanager
 def _refusing_weights() -> Iterator[None]:
-    """Within, no layer that this thread calls makes weights."""
+    """Within, no layer that this thread calls creates weights."""
     add_weight, thread = keras.Layer.add_weight, threading.get_ident()
 
     def refused(self, *args, **kwargs):
         if threading.get_ident() != thread:
             return add_weight(self, *args, **kwargs)
         raise ValueError(
-            "`model` must have all its weights, for the tools change nothing. Received: a model "
-            f"whose layer {path_of(self)!r} would make them only now. Call "
+            "`model` must have all its weights, because the tools change nothing. Received: a "
+            f"model whose layer {path_of(self)!r} would create them only now. Call "
             "model(x, training=True) once before."
         )
 

@@ -9,12 +9,12 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Tree
-from kmp.debug.noise import as_float64
+from kmp._keras.calls import Call
 from kmp.debug.preserved import Preserved
-from kmp.debug.replay import Batch, Call, backward, floats, forward
-from kmp.debug.shares import shares
-from kmp.precision.casts import HALF_DTYPES
+from kmp.debug.replay import Batch, Loss, backward, forward
+from kmp.debug.stats import as_float64, floats
 from kmp.precision.float_formats import formats
+from kmp.precision.trees import HALF_DTYPES
 
 LARGEST_SCALE = 2.0**24  # the ceiling of kmp.DynamicLossScale
 
@@ -32,6 +32,21 @@ class Share:
     overflow: float
     lost: float
     degraded: float
+
+    @classmethod
+    def of(cls, values: np.ndarray, dtype: str, scale: float = 1.0) -> "Share":
+        """What becomes of float32 numbers in `dtype`, after multiplication by `scale`."""
+        limits = formats[dtype]
+        magnitudes = np.abs(values[values != 0].astype("float64")) * scale
+        if not magnitudes.size:
+            return cls(0.0, 0.0, 0.0)
+        # A tie rounds to even: half of the smallest subnormal becomes zero, and half a unit beyond
+        # the largest number overflows. NaN counts as an overflow.
+        below = float(np.nextafter(np.array(limits.largest, dtype), np.array(0, dtype)))
+        overflow = ~(magnitudes < limits.largest + (limits.largest - below) / 2)
+        lost = magnitudes <= limits.smallest_subnormal / 2
+        degraded = ~lost & (magnitudes < limits.smallest_normal)
+        return cls(float(overflow.mean()), float(lost.mean()), float(degraded.mean()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +81,8 @@ def ranges_of(
         2**24. None without gradients.
     """
     preserved.restore()
-    recorder, _ = forward(model, batch[0], training=True)
-    calls = [c for c in recorder.calls if not isinstance(c.layer, keras.Model)]
+    recorder, *_ = forward(model, batch, training=True, with_loss=with_gradients)
+    calls = [c for c in recorder.calls if not isinstance(c.layer, (keras.Model, Loss))]
     gradients: dict[str, list[np.ndarray]] = {}
     if with_gradients:
         gradients = _gradients(model, batch, {c.key for c in recorder.calls}, preserved)
@@ -77,9 +92,9 @@ def ranges_of(
         LayerRange(
             path=call.path,
             max_abs=max_abs([as_float64(x) for x in floats(call.outputs)]),
-            activations=_shares([as_float64(x) for x in floats(call.outputs)], None),
+            activations=_shares([as_float64(x) for x in floats(call.outputs)]),
             max_gradient=peaks.get(call.key, math.nan),
-            gradients=_shares(gradients[call.key], scale) if call.key in gradients else {},
+            gradients=_shares(gradients[call.key], scale or 1.0) if call.key in gradients else {},
         )
         for call in calls
         if floats(call.outputs)
@@ -122,6 +137,6 @@ def advised_scale(peak: float) -> float:
     return min(2.0 ** (math.floor(math.log2(formats["float16"].largest / peak)) - 1), LARGEST_SCALE)
 
 
-def _shares(arrays: list[np.ndarray], scale: float | None) -> dict[str, Share]:
+def _shares(arrays: list[np.ndarray], scale: float = 1.0) -> dict[str, Share]:
     values = np.concatenate([a.ravel() for a in arrays])
-    return {dtype: Share(*shares(values, dtype, scale or 1.0)) for dtype in HALF_DTYPES}
+    return {dtype: Share.of(values, dtype, scale) for dtype in HALF_DTYPES}

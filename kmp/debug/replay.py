@@ -1,191 +1,103 @@
-"""One eager replay of a batch, in which each call of a layer is seen from outside.
+"""One eager replay of a batch, forward or backward, in which each call of a layer is recorded."""
 
-Two methods of Keras are replaced for a while: `Layer.__call__`, which knows the arguments as they
-were passed, and `Operation.__call__`, which layers reach with their inputs cast to the compute
-dtype, and which the operations of a functional model reach alone. No other `__call__` exists in
-Keras, and subclassed, nested and shared layers all pass through these two.
-"""
-
-import contextlib
-import dataclasses
-import threading
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 from keras import ops
 
-# Masks ride on tensors; Keras has no public way to read them.
-from keras.src.backend.common import masking
-
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Tree
-from kmp._keras import path_of
-from kmp.precision.casts import is_float
+from kmp._keras import check_model, takes_training
+from kmp._keras.calls import Call, Recorder, recording
+from kmp._keras.state import copy_masks
+from kmp.debug.stats import floats, is_float_tensor
+from kmp.scaling.optimizer import LossScaleOptimizer
 
 Batch: TypeAlias = tuple[Tree, Tree, Tree]  # x, y and sample_weight
 
 
-@dataclasses.dataclass(eq=False)
-class Call:
-    """One call of a layer, or of an operation of a functional model.
+def check_replayable(model: Any, tool: str, with_loss: bool) -> None:
+    """Check that a batch can be replayed without changing the model.
 
-    Attributes:
-        layer: the layer or operation.
-        parent: the call inside which it happened; None for the model.
-        key: where it stands, the same in every replay of the same batch.
-        passed: args and kwargs as they were passed.
-        received: args and kwargs as `call` got them, cast to the compute dtype.
-        outputs: what `call` returned.
-        span: the times of its begin and its end.
-        children: the calls that it made.
-        dtype: what it computed in: of an operation, the dtype of its first output.
+    Raises:
+        TypeError: `model` is no Keras model.
+        ValueError: it is not built, has no `call`, or is not compiled although a loss is needed.
     """
-
-    layer: Any
-    parent: "Call | None"
-    key: str
-    passed: Tree
-    received: Tree = None
-    outputs: Tree = None
-    span: list[int] = dataclasses.field(default_factory=list)
-    children: list["Call"] = dataclasses.field(default_factory=list)
-    dtype: str = ""
-
-    @property
-    def path(self) -> str:
-        """The layer's path; with a number if its name was called before under its parent."""
-        path = path_of(self.layer)
-        _, _, repeat = self.key.rpartition("#")
-        return path if repeat == "1" else f"{path} (call {repeat})"
-
-
-def floats(tree: Tree) -> list[Tensor]:
-    """The float tensors of a structure that hold numbers, which no tracer does."""
-    return [x for x in keras.tree.flatten(tree) if _is_watched(x)]
-
-
-def _is_watched(x: Any) -> bool:
-    return (
-        x is not None
-        and not isinstance(x, (float, keras.KerasTensor))
-        and is_float(x)
-        and hasattr(x, "shape")
-    )
-
-
-class Recorder:
-    """Follows the calls of one replay.
-
-    Attributes:
-        calls: those whose tensors held numbers, in the order in which they began.
-        clock: counts the places at which tensors were seen.
-    """
-
-    def __init__(self, watch: Callable[["Recorder", Call, str, Tree], Tree] | None = None):
-        self.calls: list[Call] = []
-        self.clock = 0
-        self._watch = watch
-        self._stack: list[Call] = []
-        self._counts: dict[tuple[int, str], int] = {}
-        self._thread = threading.get_ident()
-
-    def tick(self) -> int:
-        """The time of what is seen now."""
-        self.clock += 1
-        return self.clock
-
-    def seen(self, call: Call, role: str, tree: Tree) -> Tree:
-        """Hand what a call receives or returns to whoever watches."""
-        return tree if self._watch is None else self._watch(self, call, role, tree)
-
-    def begin(self, layer: Any, passed: Tree) -> Call:
-        """A call begins inside those that are under way."""
-        parent = self._stack[-1] if self._stack else None
-        place = (id(parent), layer.name)  # which layers of subclassed models may share
-        self._counts[place] = self._counts.get(place, 0) + 1
-        above = parent.key if parent else ""
-        key = f"{above}/{layer.name}#{self._counts[place]}"
-        call = Call(layer, parent, key, passed, span=[self.tick()])
-        if parent is not None:
-            parent.children.append(call)
-        self._stack.append(call)
-        self.calls.append(call)
-        return call
-
-    def end(self) -> None:
-        """The innermost call ends."""
-        self._stack.pop().span.append(self.tick())
-
-    def is_on(self) -> bool:
-        """Other threads call their own models."""
-        return threading.get_ident() == self._thread
-
-    def awaits(self, layer: Any) -> bool:
-        """Tell whether `layer` is the one whose `__call__` began last, on its way to `call`."""
-        return bool(self._stack) and self._stack[-1].layer is layer and not self._stack[-1].received
-
-    def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Let the innermost call compute."""
-        call = self._stack[-1]
-        args, kwargs = call.received = self.seen(call, "input", (args, kwargs))
-        call.outputs = self.seen(call, "output", function(call.layer, *args, **kwargs))
-        first = floats(call.outputs)
-        call.dtype = getattr(call.layer, "compute_dtype", None) or (
-            keras.backend.standardize_dtype(first[0].dtype) if first else ""
+    check_model(model, tool)
+    if type(model).call is keras.Model.call:
+        part = next((n for n, v in vars(model).items() if isinstance(v, keras.Model)), "part")
+        raise ValueError(
+            f"`model` of {tool} must have a `call`, which is what is replayed. Received: "
+            f"{type(model).__name__} {model.name!r} without one: its train_step calls its parts. "
+            f"Write kmp.debug.{tool}(model.{part}, ...) for one part at a time, or give the class "
+            "a `call`."
         )
-        return call.outputs
+    if not model.built:
+        raise ValueError(
+            f"`model` of {tool} must be built, because the tools change nothing. Received: "
+            f"{type(model).__name__} {model.name!r}, which was never called. Call model(x) once "
+            "before."
+        )
+    if with_loss and not model.compiled:
+        raise ValueError(
+            f"`model` of {tool} must be compiled, because y was passed and needs its loss. "
+            f"Received: {model.name!r}, not compiled. Call model.compile(...) first, or leave y "
+            "out to look at the forward pass alone."
+        )
 
 
-@contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Within, `recorder` sees every call of a layer in this thread."""
-    layer_call, operation_call = keras.Layer.__call__, keras.Operation.__call__
+class Loss(keras.Operation):
+    """`model.compute_loss` as an operation: a recorder sees it, and the layers that it calls."""
 
-    def call_layer(self, *args, **kwargs):
-        if not recorder.is_on():
-            return layer_call(self, *args, **kwargs)
-        recorder.begin(self, (args, kwargs))
-        try:
-            return layer_call(self, *args, **kwargs)
-        finally:
-            recorder.end()
+    def __init__(self, model: Any):
+        super().__init__(name="compute_loss")
+        self.model = model
 
-    def call_operation(self, *args, **kwargs):
-        if not recorder.is_on():
-            return operation_call(self, *args, **kwargs)
-        if recorder.awaits(self):
-            return recorder.run(operation_call, args, kwargs)
-        if isinstance(self, keras.Layer):
-            return operation_call(self, *args, **kwargs)
-        recorder.begin(self, (args, kwargs))
-        try:
-            return recorder.run(operation_call, args, kwargs)
-        finally:
-            recorder.end()
-
-    keras.Layer.__call__, keras.Operation.__call__ = call_layer, call_operation
-    try:
-        yield
-    finally:
-        keras.Layer.__call__, keras.Operation.__call__ = layer_call, operation_call
+    def call(
+        self, x: Tree, y: Tree, y_pred: Tree, sample_weight: Tree = None, training: bool = True
+    ) -> Tensor:
+        """Compute the loss as the trainer does: `training` goes only to a method that takes it."""
+        function = self.model.compute_loss
+        if "training" in inspect.signature(function).parameters:
+            return function(x, y, y_pred, sample_weight, training=training)
+        return function(x, y, y_pred, sample_weight)
 
 
-def forward(model: keras.Model, x: Tree, training: bool) -> tuple[Recorder, Tree]:
-    """Run the model once; return the calls whose tensors held numbers, and the outputs."""
-    recorder = Recorder()
+def call_model(model: Any, x: Tree, training: bool) -> Tree:
+    """Call the model as the trainer does: `training` goes only to a model that takes it."""
+    return model(x, training=training) if takes_training(model) else model(x)
+
+
+def forward(
+    model: keras.Model, batch: Batch, training: bool, with_loss: bool = False
+) -> tuple[Recorder, Tree, Tensor]:
+    """Run the model once, and its loss if asked to.
+
+    Returns:
+        The recorder, with those calls alone whose tensors hold numbers; the outputs; and the loss,
+        None without one.
+    """
+    x, y, sample_weight = batch
+    recorder, loss = Recorder(), None
     with recording(recorder):
         outputs = call_model(model, x, training)
+        if with_loss:
+            loss = Loss(model)(x, y, outputs, sample_weight, training=training)
     recorder.calls = [call for call in recorder.calls if _holds_numbers(call)]
+    recorded = {id(call) for call in recorder.calls}
     for call in recorder.calls:
-        call.children = [child for child in call.children if _holds_numbers(child)]
-    return recorder, outputs
+        call.children = [child for child in call.children if id(child) in recorded]
+    return recorder, outputs, loss
 
 
 def _holds_numbers(call: Call) -> bool:
-    tensors = [*floats(call.received), *floats(call.outputs)]
-    return call.received is not None and all(_backend.is_concrete(x) for x in tensors)
+    """Whether nothing that the call got or gave is a tracer of a compiled function."""
+    tensors = floats((call.received, call.outputs))
+    return call.received is not None and all(map(_backend.is_concrete, tensors))
 
 
 def backward(
@@ -213,37 +125,37 @@ def backward(
     """
     x, y, sample_weight = batch
 
-    def watch(recorder, call, role, tree):
-        time = recorder.tick()
-        if call.key not in keys:
+    def watch(time: int, call: Call, role: str, tree: Tree) -> Tree:
+        if isinstance(call.layer, Loss) and role == "output":
             return tree
+        tensors, note = floats(tree), functools.partial(record, time, call, role)
+        copies = [_backend.watch_gradient(x, note) for x in tensors]
+        copy_masks(tensors, copies)
+        copy_of = dict(zip(map(id, tensors), copies, strict=True))
+        leaves = [copy_of.get(id(x), x) for x in keras.tree.flatten(tree)]
+        return keras.tree.pack_sequence_as(tree, leaves)
 
-        def one(tensor):
-            if not _is_watched(tensor):
-                return tensor
-            watched = _backend.watch_gradient(tensor, lambda g: record(time, call, role, g))
-            if watched is not tensor and masking.get_keras_mask(tensor) is not None:
-                masking.set_keras_mask(watched, masking.get_keras_mask(tensor))
-            return watched
-
-        return keras.tree.map_structure(one, tree)
-
-    def loss():
-        with recording(Recorder(watch)):
+    def loss() -> Tensor:
+        with recording(Recorder(watch, keys)):
             y_pred = call_model(model, x, training)
-        value = model.compute_loss(
-            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
-        )
+            value = Loss(model)(x, y, y_pred, sample_weight, training=training)
         return ops.multiply(ops.cast(value, "float32"), scale)
 
     return _backend.gradients(loss, model.trainable_variables)
 
 
-def call_model(model: keras.Model, x: Tree, training: bool) -> Tree:
-    """Call as the trainer does, which passes `training` only to a model that takes it."""
-    if model._call_has_training_arg:
-        return model(x, training=training)
-    return model(x)
+def loss_scale_of(model: Any) -> float:
+    """What the model's optimizer multiplies the loss with now; 1 without an optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return 1.0
+    if not isinstance(optimizer, LossScaleOptimizer):
+        scale = optimizer.scale_loss(ops.ones(()))
+    elif optimizer.built:  # its `scale_loss` would note that the loss is scaled
+        scale = optimizer.scale_variable
+    else:
+        scale = optimizer.loss_scale.init().scale
+    return float(ops.convert_to_numpy(scale))
 
 
 def as_batch(tree: Tree) -> Tree:
@@ -261,7 +173,7 @@ def as_batch(tree: Tree) -> Tree:
                 "The data must be one batch, of arrays in any structure. Received: "
                 f"{type(x).__name__}. Pass the arrays of one of its batches."
             )
-        dtype = keras.config.floatx() if is_float(x) else None
-        return ops.convert_to_tensor(x, dtype)
+        is_float = isinstance(x, float) or is_float_tensor(x)
+        return ops.convert_to_tensor(x, keras.config.floatx() if is_float else None)
 
     return keras.tree.map_structure(one, tree)

@@ -1,8 +1,8 @@
-"""The dear measurements: exponents and updates, from a sample of each variable.
+"""Expensive statistics (exponent histogram, update ratio), on a strided sample of each variable.
 
-All variables share a concatenation and a segment sum, so that neither the compile time nor the
-number of kernels grows with them. The sample is strided along each axis on its own: a flattened
-one would gather a sharded variable on every device.
+All variables share one concatenation and one segment sum, so neither the compile time nor the
+number of kernels grows with their number. The sample is strided along each axis on its own: a
+flattened one would gather a sharded variable on every device.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._backend.types import Tensor, Variable
+from kmp._backend.types import Tensor
 from kmp.health.reduce import SMALL, Part
 
 SAMPLE_SIZE = SMALL  # numbers of a variable at most: a share of 0.1% is then four of them
@@ -52,9 +52,9 @@ def _left(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return [-(-size // stride) for size, stride in zip(shape, strides, strict=True)]
 
 
-def size_before(variables: Sequence[Variable]) -> int:
-    """How many numbers `sample` takes of these variables."""
-    return 2 * sum(sample_size(v.shape) for v in variables)
+def size_before(shapes: Sequence[Sequence[int]]) -> int:
+    """How many numbers `sample` takes of variables of these shapes."""
+    return 2 * sum(map(sample_size, shapes))
 
 
 def layout(parts: Sequence[Part], number: int) -> list[int]:
@@ -63,33 +63,41 @@ def layout(parts: Sequence[Part], number: int) -> list[int]:
     return order + sorted(set(range(number)) - set(order))
 
 
-def sample(parts: Sequence[Part], variables: Sequence[Variable]) -> Tensor:
-    """float32[2 * n]: samples of the gradients in `parts`, in their `layout`, then of the weights.
+def sample(parts: Sequence[Part], weights: Sequence[Tensor], target: str = "host") -> Tensor:
+    """Sample gradients and weights.
 
-    A variable that has no gradient gives zeros.
+    Args:
+        parts: the gradients.
+        weights: the value of each variable.
+        target: what it is compiled for, from `_backend.per_target`.
+
+    Returns:
+        float32[2 * n]: samples of the gradients in the order of `layout`, then of the weights.
+        A variable that has no gradient gives zeros.
     """
     samples = []
     for part in parts:
-        shape = tuple(variables[part.members[0]].shape)
+        shape = tuple(weights[part.members[0]].shape)
         of_each = part.values
         if not part.stacked:
-            of_each = _backend.gradient_sample(part.values, strides_of(shape))
+            of_each = _backend.gradient_sample(part.values, strides_of(shape), target)
         # (The number of a sparse gradient's rows is known at run time alone.)
         samples.append(ops.reshape(of_each, (len(part.members) * sample_size(shape),)))
-    order = layout(parts, len(variables))
+    order = layout(parts, len(weights))
     absent = order[sum(len(part.members) for part in parts) :]
-    missing = sum(sample_size(variables[i].shape) for i in absent)
-    return _together([*samples, ops.zeros((missing,), "float32"), *_weights(variables, order)])
+    missing = sum(sample_size(weights[i].shape) for i in absent)
+    sampled = _sampled(weights, order, target)
+    return _together([*samples, ops.zeros((missing,), "float32"), *sampled])
 
 
-def sample_weights(variables: Sequence[Variable], order: Sequence[int]) -> Tensor:
-    """float32[n]: the samples of the variables' present values, in this order."""
-    return _together(_weights(variables, order))
+def sample_weights(weights: Sequence[Tensor], order: Sequence[int], target: str = "host") -> Tensor:
+    """float32[n]: the samples of the weights, in this order."""
+    return _together(_sampled(weights, order, target))
 
 
-def _weights(variables: Sequence[Variable], order: Sequence[int]) -> list[Tensor]:
-    values = [(ops.convert_to_tensor(variables[i]), strides_of(variables[i].shape)) for i in order]
-    return [ops.reshape(_backend.gradient_sample(*pair), (-1,)) for pair in values]
+def _sampled(weights: Sequence[Tensor], order: Sequence[int], target: str) -> list[Tensor]:
+    values = [(weights[i], strides_of(weights[i].shape)) for i in order]
+    return [ops.reshape(_backend.gradient_sample(*pair, target), (-1,)) for pair in values]
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:
@@ -97,21 +105,20 @@ def _together(samples: Sequence[Tensor]) -> Tensor:
 
 
 def measure_sample(
-    before: Tensor, after: Tensor, variables: Sequence[Variable], order: Sequence[int]
+    before: Tensor, after: Tensor, shapes: Sequence[Sequence[int]], order: Sequence[int]
 ) -> Tensor:
     """Measure gradients, weights and their update.
 
     Args:
         before: float32[2 * n], from `sample` before the update, of the scaled gradients.
         after: float32[n], from `sample_weights` after it.
-        variables: the variables, for their shapes.
+        shapes: the shape of each variable.
         order: the order of the samples.
 
     Returns:
         float32[num_variables, 3 + 47]: `COLUMNS`, then the counts of zeros, of each exponent of
         the gradient and of what is not finite. Norms are estimates of the whole variable's.
     """
-    shapes = [tuple(v.shape) for v in variables]
     sizes = [sample_size(shape) for shape in shapes]
     gradient, weights = before[: sum(sizes)], before[sum(sizes) :]
     update = ops.subtract(after, weights)

@@ -36,7 +36,10 @@ class Part(NamedTuple):
 
 
 def gather(
-    gradients: Sequence[Gradient], sizes: Sequence[int], kinds: Sequence[Hashable] = ()
+    gradients: Sequence[Gradient],
+    sizes: Sequence[int],
+    kinds: Sequence[Hashable] = (),
+    alone: Sequence[bool] = (),
 ) -> list[Part]:
     """Stack the small gradients that are of one size, dtype and kind; leave the others as they are.
 
@@ -44,18 +47,19 @@ def gather(
         gradients: for each variable its gradient, or None, which is in no part.
         sizes: for each variable its number of elements.
         kinds: for each variable what it must have in common with others; nothing if left out.
+        alone: for each variable whether it is kept out of the stacks; none is if left out.
 
     Returns:
         The stacks, then the rest in the order of the variables.
     """
     small: dict[Any, list[int]] = {}
     parts, large = [], []
-    kinds = kinds or [None] * len(sizes)
+    kinds, alone = kinds or [None] * len(sizes), alone or [False] * len(sizes)
     for i, (x, size, kind) in enumerate(zip(gradients, sizes, kinds, strict=True)):
         if x is None or size == 0:
             continue
-        # A sparse one has rows of a number that is known at run time.
-        if size <= SMALL and _backend.gradient_values(x) is x:
+        # How many rows a sparse one has is known at run time.
+        if size <= SMALL and not alone[i] and _backend.gradient_values(x) is x:
             small.setdefault((size, str(x.dtype), kind), []).append(i)
         else:
             large.append(Part(x, (i,), False, kind))

@@ -7,7 +7,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Tensor
-from kmp.precision.casts import HALF_DTYPES
+from kmp.precision.trees import HALF_DTYPES
 
 
 @keras.saving.register_keras_serializable(package="kmp")

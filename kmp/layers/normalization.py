@@ -7,8 +7,8 @@ from keras import ops
 
 from kmp._backend.types import DType, Tensor
 from kmp.layers.normalize import normalize_by_batch
-from kmp.precision.casts import at_least_float32, is_float
 from kmp.precision.policy import Policy
+from kmp.precision.trees import at_least_float32, is_float
 
 
 @keras.saving.register_keras_serializable(package="kmp")

@@ -13,7 +13,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import DType, Tensor
-from kmp.precision.casts import at_least_float32
+from kmp.precision.trees import at_least_float32
 
 
 class Moments(NamedTuple):

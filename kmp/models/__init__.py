@@ -1,8 +1,9 @@
 """A model that exists already: convert it, audit it, quantize it."""
 
 from kmp.models.auditing import AuditReport, Finding, audit
-from kmp.models.convert import ConversionReport, LayerConversion, to_mixed_precision
+from kmp.models.convert import to_mixed_precision
 from kmp.models.quantization import freeze_observers, quantize_aware, to_int8
+from kmp.models.report import ConversionReport, LayerConversion
 
 __all__ = [
     "AuditReport",

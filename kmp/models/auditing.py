@@ -1,20 +1,20 @@
-"""What is dangerous about a model's precision, read off without running or changing it."""
+"""Find what is dangerous about the precision of a model, without running or changing it."""
 
 import dataclasses
 from typing import NamedTuple
 
 import keras
 
-from kmp._keras import check_built
+from kmp._keras import check_model
 from kmp.models.hazards import HAZARDS
 
 
 class Finding(NamedTuple):
-    """One dangerous thing.
+    """One danger that `kmp.audit` found.
 
     Attributes:
-        path: str, the layer, or the part of the model, that it is about.
-        kind: str, such as `"unscaled float16"`; see `kmp.audit`.
+        path: str, the path of a layer or variable, or `"optimizer"`.
+        kind: str, such as `"unscaled float16"`; `kmp.audit` lists them.
         problem: str, what will happen.
         advice: str, what to write instead.
     """
@@ -30,7 +30,7 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AuditReport:
-    """What `kmp.audit` found; false if nothing; `print` shows one finding a line.
+    """What `kmp.audit` found. It is false if there are no findings, and prints one a line.
 
     Attributes:
         findings: tuple of `Finding`, in the order of the kinds in `kmp.audit`.
@@ -42,7 +42,11 @@ class AuditReport:
         return bool(self.findings)
 
     def of_kind(self, kind: str) -> tuple[Finding, ...]:
-        """The findings of one kind."""
+        """Return the findings of one kind.
+
+        Raises:
+            ValueError: if there is no such kind.
+        """
         if kind not in HAZARDS:
             raise ValueError(f"`kind` must be one of {tuple(HAZARDS)}. Received: kind={kind!r}.")
         return tuple(each for each in self.findings if each.kind == kind)
@@ -54,25 +58,27 @@ class AuditReport:
 def audit(model: keras.Model) -> AuditReport:
     """List what is dangerous about the precision of a model, without running or changing it.
 
-    Looked for, each a kind of finding:
+    The kinds of findings:
 
-    - `"unscaled float16"`: float16 computation under an optimizer that does not scale the loss;
-    - `"float16 on a TPU"`: which its compiler has not;
+    - `"unscaled float16"`: layers compute in float16, and the optimizer does not scale the loss;
+    - `"float16 on a TPU"`: TPUs have no float16 matrix product;
+    - `"half weights"`: weights in bfloat16, which Keras's Adam does not move;
+    - `"half statistics"`: moving averages in half precision that stall far from the true value;
     - `"half softmax"`: probabilities in half precision with a loss that takes their logarithm;
-    - `"half loss"`, `"half metric"`: functions that Keras evaluates in the dtype of half outputs;
-    - `"activity regularizer"`: summed in half; `fit` crashes on TensorFlow;
-    - `"half preprocessing"`: raw inputs cast to half precision before they are normalized;
-    - `"epsilon"`: an epsilon that is 0 in the layer's, or the weights', dtype;
-    - `"constant"`: a number in the config or the code of a layer beyond the range of its dtype,
-      such as a mask's -1e9;
-    - `"tensor cores"`: sizes of a matrix product that are not multiples of 8;
-    - `"lost on reload"`: loss scaling that Keras added by itself and does not save.
+    - `"half loss"`, `"half metric"`: functions that Keras evaluates in the outputs' half precision;
+    - `"activity regularizer"`: Keras sums it in half precision, and `fit` raises on TensorFlow;
+    - `"half preprocessing"`: raw inputs are cast to half precision before they are normalized;
+    - `"epsilon"`: an epsilon that is 0 in the dtype of its layer or of the weights;
+    - `"constant"`: a number in the config or the code of a layer that is beyond the range of its
+      dtype, such as the -1e9 of a mask;
+    - `"lost on reload"`: loss scaling that Keras added by itself and does not save;
+    - `"tensor cores"`: matrix products with sizes that are not multiples of 8.
 
     Args:
-        model: built `keras.Model`, compiled or not.
+        model: built `keras.Model`, compiled or not; one without `call` needs built parts.
 
     Returns:
-        `AuditReport`; false where nothing was found.
+        `AuditReport`, which is false if nothing was found.
 
     Raises:
         TypeError: if `model` is no Keras model.
@@ -89,7 +95,7 @@ def audit(model: keras.Model) -> AuditReport:
 
     Source: defects measured in Keras 3.15.1; Micikevicius et al. 2018 for losses and softmax.
     """
-    check_built(model)
+    check_model(model, "audit")
     found = [
         Finding(path, kind, problem, advice)
         for kind, look in HAZARDS.items()

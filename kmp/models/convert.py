@@ -1,114 +1,78 @@
-"""An existing model in mixed precision: same object, same weights, other dtypes."""
+"""Convert a model that exists to mixed precision: the same object and weights, other dtypes."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
-from kmp._keras import check_built, forget_functions, is_preprocessing, layers_of, path_of
-from kmp.models.heads import graph_of, output_layers, symbolic_outputs
-from kmp.models.policies import give_policy, remember_policies
-from kmp.precision.casts import half_dtype
+from kmp._keras import (
+    check_model,
+    forget_functions,
+    give_policy,
+    is_graph,
+    is_preprocessing,
+    layers_of,
+    own_weights,
+    parts_of,
+    path_of,
+    symbolic_outputs,
+)
+from kmp.models.heads import called_models, output_layers
+from kmp.models.optimizers import scale_losses
+from kmp.models.policies import remember_policies
+from kmp.models.report import ConversionReport, LayerConversion, policy_word
 from kmp.precision.policy import Policy, get_policy
-from kmp.scaling.optimizer import LossScaleOptimizer
-
-
-class LayerConversion(NamedTuple):
-    """What became of one layer.
-
-    Attributes:
-        path: str, `layer.path`, or the name where Keras gives none.
-        layer: str, the name of its class.
-        before: str, the policy that it had.
-        after: str, the policy that it has.
-        reason: str, why it was left in full precision; empty if it was converted.
-    """
-
-    path: str
-    layer: str
-    before: str
-    after: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class ConversionReport:
-    """What `kmp.to_mixed_precision` did, one row a layer; `print` shows a table.
-
-    Attributes:
-        rows: tuple of `LayerConversion`, outer layers before inner ones.
-        optimizer: str, what became of the optimizer; empty if it was left alone.
-    """
-
-    rows: tuple[LayerConversion, ...]
-    optimizer: str = ""
-
-    @property
-    def converted(self) -> tuple[str, ...]:
-        """The paths of the layers that took the policy."""
-        return tuple(row.path for row in self.rows if not row.reason)
-
-    @property
-    def kept(self) -> dict[str, str]:
-        """The paths of the others, each with the reason."""
-        return {row.path: row.reason for row in self.rows if row.reason}
-
-    def __str__(self) -> str:
-        header = LayerConversion("layer", "class", "before", "after", "left alone because")
-        cells = [header, *self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(4)]
-        lines = [
-            "  ".join([*(x.ljust(w) for x, w in zip(row, widths, strict=False)), row[4]]).rstrip()
-            for row in cells
-        ]
-        return "\n".join([*lines, *filter(None, [self.optimizer])])
+from kmp.precision.trees import half_dtype
 
 
 def to_mixed_precision(
     model: keras.Model,
     policy: Any = None,
     filter_fn: Callable[[keras.Layer, str], bool] | None = None,
-) -> tuple[keras.Model, ConversionReport]:
+) -> ConversionReport:
     """Let the layers of a built model compute in half precision; its weights stay as they are.
 
-    The model is converted in place, wrappers, RNN cells and nested models included. These layers
-    stay in float32, each with its reason in the report:
+    The model is converted in place, including wrapped layers, RNN cells and nested models. These
+    layers stay in float32, and the report gives the reason for each:
 
-    - output layers: the last ones with weights before each output, and what follows them (logits
-      and softmax want float32). If the policy names an output dtype, they compute in that one;
-    - preprocessing layers (`Normalization`, `Rescaling`, augmentation), since raw inputs leave
-      the range of half precision;
-    - layers with an activity regularizer, which Keras sums up in half precision;
-    - what `filter_fn` excludes, with all that is inside.
+    - output layers: the last layers with weights before each output, and all layers after them,
+      because logits and softmax need float32. If the policy names an output dtype, they compute in
+      that dtype;
+    - preprocessing layers (`Normalization`, `Rescaling`, augmentation), because raw inputs may be
+      beyond the range of half precision;
+    - layers with an activity regularizer, because Keras sums it in half precision;
+    - layers that `filter_fn` excludes, with all layers inside them.
 
-    A compiled model stays compiled. Under float16 its optimizer, with its state, is wrapped in
-    loss scaling, unless it scales the loss already. Functions that Keras has compiled are dropped.
-    Saved files come back with the same policies; where layers are created by code of your own,
-    `import kmp` has to come before loading.
+    A compiled model stays compiled. Under float16 its optimizer is wrapped in loss scaling, with
+    its state, unless it scales the loss already; other optimizers that the model holds, such as
+    those of a GAN, are named in the report. Functions that Keras has compiled are dropped.
 
-    Converting once more, to another policy or back to `"float32"`, works the same way.
+    The converted model is called once with symbolic inputs, so that an error shows now. The report
+    says so if Keras cannot do that. A model without `call` is converted and tried by its parts.
+
+    Saved files keep the policies. If your own code creates layers, `import kmp` before loading.
+    A converted model can be converted again, to another policy or back to `"float32"`.
 
     Args:
         model: built `keras.Model`: Sequential, Functional or subclassed.
         policy: what `kmp.get_policy` takes, with float32 parameters; `"mixed_"` +
             `kmp.half_dtype()` if left out; `"autocast"` for a model that follows `kmp.autocast`;
             or a `DTypePolicyMap` with entries in float32, such as that of `kmp.debug.diagnose`.
-        filter_fn: called with each layer and its path; those for which it returns False stay in
-            float32.
+        filter_fn: called with each layer and its path; a layer stays in float32 if it returns
+            False.
 
     Returns:
-        The same model, and a `ConversionReport`.
+        `ConversionReport`, one row a layer; the model is the same object.
 
     Raises:
         TypeError: if `model` is no Keras model.
-        ValueError: if the model is not built, has quantized layers or parameters of another
-            dtype than the policy's, or cannot be called any more. Nothing is converted then.
+        ValueError: if the model is not built, has quantized layers, has parameters of another
+            dtype than the policy's, or could not be called any more. Nothing is converted then.
 
     Example:
 
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
-    >>> model, report = to_mixed_precision(model, "mixed_bfloat16")
+    >>> report = to_mixed_precision(model, "mixed_bfloat16")
     >>> [layer.compute_dtype for layer in model.layers]
     ['bfloat16', 'float32']
     >>> list(report.kept.values())
@@ -124,39 +88,55 @@ def to_mixed_precision(
     policy = get_policy(f"mixed_{half_dtype()}" if policy is None else policy)
     _check(model, policy)
     plan = _plan(model, policy, filters)
-    before = [(layer, layer._dtype_policy) for layer in layers_of(model)]
-    callable_before = symbolic_outputs(model) is not None
-    try:
-        for layer, new, _ in plan:
-            give_policy(layer, new)
-        if callable_before and symbolic_outputs(model) is None:
-            raise ValueError(
-                f"{model.name!r} cannot be called in {policy}: one of its layers combines dtypes "
-                "that do not go together. Nothing was converted. Exclude that layer, for example "
-                "with filter_fn=lambda layer, path: layer.name != 'its_name'."
-            )
-    except Exception:
-        for layer, old in before:
-            layer._dtype_policy = old
-        raise
+    before = {id(layer): layer.dtype_policy for layer in layers_of(model)}
+    untried = _give_policies(model, policy, plan)
     forget_functions(model)
     remember_policies(model)
-    olds = {id(layer): old for layer, old in before}
     rows = [
         LayerConversion(
             path_of(layer),
             type(layer).__name__,
-            policy_word(olds[id(layer)]),
+            policy_word(before[id(layer)]),
             policy_word(new),
             why,
         )
         for layer, new, why in plan
     ]
-    return model, ConversionReport(tuple(rows), _scale_losses(model, policy))
+    return ConversionReport(tuple(rows), scale_losses(model, policy), untried)
+
+
+def _give_policies(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any, str]]) -> str:
+    """Give each layer its policy, and call the model symbolically; say if that is impossible.
+
+    Raises:
+        ValueError: if the model cannot be called any more. Its policies are as before then.
+    """
+    before = [(layer, layer.dtype_policy) for layer in layers_of(model)]
+    called = called_models(model)
+    callable_before = [each for each in called if symbolic_outputs(each) is not None]
+    try:
+        for layer, new, _ in plan:
+            give_policy(layer, new)
+        if any(symbolic_outputs(each) is None for each in callable_before):
+            raise ValueError(
+                f"{model.name!r} cannot be called in {policy}: one of its layers mixes dtypes that "
+                "do not go together. Nothing was converted. Exclude that layer, for example "
+                "with filter_fn=lambda layer, path: layer.name != 'its_name'."
+            )
+    except Exception:
+        for layer, old in before:
+            give_policy(layer, old)
+        raise
+    if called and len(callable_before) == len(called):
+        return ""
+    return (
+        f"{model.name!r} was not tried in {policy}, because Keras cannot call it without data. "
+        "Call it on a batch: if it raises, one of its layers mixes dtypes that do not go together."
+    )
 
 
 def _check(model: Any, policy: Policy) -> None:
-    check_built(model)
+    check_model(model, "to_mixed_precision")
     quantized = [path_of(x) for x in layers_of(model) if x.quantization_mode is not None]
     if quantized:
         raise ValueError(
@@ -165,7 +145,7 @@ def _check(model: Any, policy: Policy) -> None:
             "before model.quantize(...)."
         )
     for layer in layers_of(model):
-        wrong = layer._trainable_variables and layer.variable_dtype != policy.param_dtype
+        wrong = own_weights(layer) and layer.variable_dtype != policy.param_dtype
         if wrong and keras.backend.is_float_dtype(layer.variable_dtype):
             raise ValueError(
                 f"The weights stay as they are, in {layer.variable_dtype} in {path_of(layer)!r}. "
@@ -175,13 +155,13 @@ def _check(model: Any, policy: Policy) -> None:
 
 
 def _converted_by(policy_map: Any) -> Callable[[keras.Layer, str], bool]:
-    """A `filter_fn` that excludes what a map gives another policy than its default."""
+    """A `filter_fn` that excludes the layers that a map keeps in float32."""
 
     def filter_fn(layer, path):
         policy = get_policy(policy_map[path])
         if policy not in (Policy("float32"), get_policy(policy_map.default_policy)):
             raise ValueError(
-                "A map's entries are float32, or its default. Received: "
+                "The entries of a map must be float32 or its default. Received: "
                 f"{policy_map.default_policy.name!r} by default and {str(policy)!r} for {path!r}. "
                 "Nothing was converted. Convert to one half precision at a time."
             )
@@ -193,7 +173,7 @@ def _converted_by(policy_map: Any) -> Callable[[keras.Layer, str], bool]:
 def _plan(
     model: Any, policy: Policy, filters: list[tuple[Callable, str]]
 ) -> list[tuple[keras.Layer, Any, str]]:
-    """Each layer with the policy that it is to have and the reason if that is not `policy`."""
+    """Each layer, the policy that it will have, and the reason if that is not `policy`."""
     heads = {id(layer) for layer in output_layers(model)}
     keep = Policy("float32")
     outputs = Policy(policy.param_dtype, policy.output_dtype) if policy.has_output_dtype else keep
@@ -201,7 +181,7 @@ def _plan(
 
     def visit(layer, kept_with=None):
         path = path_of(layer)
-        inner = layer._flatten_layers(include_self=False, recursive=False)
+        inner = parts_of(layer)
         new, reason = keep, ""
         if id(layer) in plan:
             return
@@ -221,7 +201,7 @@ def _plan(
             new, reason = outputs, "output layer"
         elif layer.activity_regularizer is not None:
             reason = "activity regularizer"
-        elif any(map(is_preprocessing, inner)) and graph_of(layer) is None:
+        elif any(map(is_preprocessing, inner)) and not is_graph(layer):
             reason = "hands raw inputs to preprocessing layers"
         else:
             new = policy
@@ -232,24 +212,3 @@ def _plan(
 
     visit(model)
     return list(plan.values())
-
-
-def policy_word(policy: keras.DTypePolicy) -> str:
-    """What a report calls a policy."""
-    return str(policy) if isinstance(policy, Policy) else policy.name
-
-
-def _scale_losses(model: Any, policy: Policy) -> str:
-    """Wrap the optimizer of a compiled model where float16 needs it; say so."""
-    optimizer = getattr(model, "optimizer", None)
-    half = half_dtype() if policy.adapts else policy.compute_dtype
-    if optimizer is None or half != "float16":
-        return ""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:
-        return ""
-    model.optimizer = LossScaleOptimizer(optimizer)
-    if optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    if hasattr(model, "_compile_config"):  # what a saved file will compile the model with
-        model._compile_config.config["optimizer"] = model.optimizer
-    return f"{type(optimizer).__name__} was wrapped in kmp.LossScaleOptimizer, with its state."

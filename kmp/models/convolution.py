@@ -1,4 +1,4 @@
-"""What Keras's convolution layers do with their kernel, for a kernel that is not their variable."""
+"""The call of Keras's convolution layers, with a kernel that is not their variable."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from kmp._backend.types import Tensor
 
 
 def convolve(layer: Any, inputs: Tensor, kernel: Tensor) -> Tensor:
-    """The convolution of a `Conv1D`, `Conv2D` or `Conv3D` with `kernel`, without the bias."""
+    """Convolve `inputs` with `kernel` as a `Conv1D`, `Conv2D` or `Conv3D` does, without bias."""
     padding = layer.padding
     if padding == "causal":
         before = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
@@ -27,14 +27,14 @@ def convolve(layer: Any, inputs: Tensor, kernel: Tensor) -> Tensor:
 
 
 def along_channels(layer: Any, values: Tensor) -> Tensor:
-    """`values[filters]` in the shape that broadcasts over the layer's outputs."""
+    """Reshape `values[filters]` so that they broadcast over the layer's outputs."""
     if layer.data_format == "channels_last":
         return ops.reshape(values, (1,) * (layer.rank + 1) + (layer.filters,))
     return ops.reshape(values, (1, layer.filters) + (1,) * layer.rank)
 
 
 def add_bias_and_activate(layer: Any, outputs: Tensor) -> Tensor:
-    """The rest of the layer's call."""
+    """Add the bias and apply the activation of a convolution."""
     if layer.use_bias:
         outputs = ops.add(outputs, along_channels(layer, layer.bias))
     return outputs if layer.activation is None else layer.activation(outputs)

@@ -7,33 +7,35 @@ from keras import ops
 
 from kmp._backend.types import Tensor
 from kmp._common import number, whole_number
+from kmp._keras import without_autocast
 from kmp.models.convolution import add_bias_and_activate, convolve
 from kmp.models.range_quantizer import checked_bits, levels_of
 
 OBSERVER = ("input_range", "observed_batches", "freeze_at")
-NEVER = 2**24  # batches: as far as float32 counts
+NEVER = 2**24  # batches: float32 cannot count further
 
 
 class FakeQuantized(keras.Layer):
-    """Mixin of a layer with a kernel: rounds kernel and inputs as their int8 twins would be.
+    """Mixin for a layer with a kernel: it rounds kernel and inputs as the int8 layer will.
 
-    The kernel is rounded by Keras's own `abs_max_quantize`, a scale for each output channel, as
-    `quantize("int8")` will do it; the inputs by Keras's `fake_quant_with_min_max_vars`, to a range
-    that the layer has learned:
+    Keras's `abs_max_quantize` rounds the kernel, with a scale for each output channel, as
+    `quantize("int8")` does. Keras's `fake_quant_with_min_max_vars` rounds the inputs, in a range
+    that the layer learns:
 
         kernel = round(kernel / step) * step          step = max |kernel[..., channel]| / 127
         inputs = round(clip(inputs, -range, range) / step) * step        step = range / 127
 
-        in each training batch whose inputs are finite, until the observer is frozen:
+        after each training batch with finite inputs, until the observer is frozen:
             range = 0.99 * range + 0.01 * max |inputs|      (the first batch sets it)
 
-    Gradients pass the rounding unchanged (straight through), but for inputs beyond the range, which
-    get none. Inputs that are not finite stay so: an overflow must not end in a clipped number.
+    Gradients pass through the rounding unchanged (straight-through estimator); inputs beyond the
+    range get no gradient. inf and NaN are not clipped, so that an overflow is still seen.
 
     Attributes:
-        input_range: float32[], the range, symmetric about zero.
-        observed_batches: float32[], how many batches it has learned from; 0: nothing is rounded.
-        freeze_at: float32[], how many it may learn from.
+        input_range: float32[], the end of the range, which is symmetric about zero.
+        observed_batches: float32[], how many batches set the range; while it is 0, inputs are not
+            rounded.
+        freeze_at: float32[], the number of batches at which the range stops moving.
     """
 
     def __init__(
@@ -51,15 +53,15 @@ class FakeQuantized(keras.Layer):
     def configure(
         self, weight_bits: int, activation_bits: int, momentum: float, freeze_after: int | None
     ) -> None:
-        """Take what the constructor takes, for a layer that was constructed as another class."""
+        """Set the arguments of the constructor, for a layer that was made as another class."""
         owner = type(self).__name__
         self.weight_bits = checked_bits("weight_bits", weight_bits, owner)
         self.activation_bits = checked_bits("activation_bits", activation_bits, owner)
         self.momentum = number("momentum", momentum, owner)
         if not 0 <= self.momentum < 1:
             raise ValueError(
-                f"`momentum` of {owner} must be at least 0 and below 1, or the range would never "
-                f"move. Received: momentum={momentum!r}. The default is 0.99."
+                f"`momentum` of {owner} must be at least 0 and below 1, so that the range moves. "
+                f"Received: momentum={momentum!r}. The default is 0.99."
             )
         if freeze_after is not None:
             freeze_after = whole_number("freeze_after", freeze_after, owner)
@@ -70,10 +72,10 @@ class FakeQuantized(keras.Layer):
         self.add_observer()
 
     def add_observer(self) -> None:
-        """Create the state that the layer has beside its weights."""
+        """Create the variables of `observer`."""
 
         def add(name, value, aggregation):
-            # Float, and not trainable: what kmp's callbacks put back after a skipped step.
+            # kmp's callbacks restore variables that are float and not trainable after a skip.
             return self.add_weight(
                 name=name,
                 shape=(),
@@ -88,16 +90,21 @@ class FakeQuantized(keras.Layer):
         self.observed_batches = add("observed_batches", 0.0, "only_first_replica")
         self.freeze_at = add("freeze_at", float(self.freeze_after or NEVER), "only_first_replica")
 
+    @property
+    def summed_axes(self) -> tuple[int, ...]:
+        """The axes of the kernel that its products are summed over; others have several scales."""
+        return tuple(range(len(self.kernel.shape) - 1))
+
     def rounded_kernel(self) -> Tensor:
-        """The kernel as int8 inference will have it, in the layer's compute dtype."""
-        with keras.src.backend.AutocastScope(None):  # the float32 kernel is what will be quantized
-            kernel = self._kernel.value  # on TensorFlow a conversion would leave the cast for later
+        """Return the kernel as int8 inference will have it, in the layer's compute dtype."""
+        with without_autocast():  # the float32 kernel is what will be quantized
+            kernel = self.kernel.value  # TensorFlow would cast the variable itself later
         levels = levels_of(self.weight_bits)
-        # Not fake_quant_with_min_max_vars: the largest weight of a channel is at the very end of
-        # its range, and where the end is rounded to below it, it would get no gradient.
+        # fake_quant_with_min_max_vars gives no gradient beyond the range, and may round the end of
+        # the range to just below the largest weight of a channel.
         quantized, scale = keras.quantizers.abs_max_quantize(
             ops.stop_gradient(kernel),
-            axis=tuple(range(len(kernel.shape) - 1)),
+            axis=self.summed_axes,
             value_range=(-levels, levels),
             dtype="float32",
         )
@@ -105,7 +112,7 @@ class FakeQuantized(keras.Layer):
         return ops.cast(quantized / scale + straight_through, self.compute_dtype)
 
     def rounded_inputs(self, inputs: Tensor, training: bool | None) -> Tensor:
-        """The inputs as int8 inference will have them, in their own dtype; observe them first."""
+        """Return the inputs as int8 inference will have them; in training, observe them first."""
         if training and self.trainable:
             self._observe(ops.stop_gradient(inputs))
         end = ops.maximum(ops.convert_to_tensor(self.input_range), keras.config.epsilon())
@@ -128,7 +135,7 @@ class FakeQuantized(keras.Layer):
 
     @property
     def observer(self) -> dict[str, Any]:
-        """The variables that the layer has beside its weights, by name."""
+        """The variables that the layer has besides its weights, by name."""
         return {name: getattr(self, name) for name in OBSERVER}
 
     def save_own_variables(self, store):
@@ -142,7 +149,7 @@ class FakeQuantized(keras.Layer):
             variable.assign(store[name])
 
     def settings(self) -> dict[str, Any]:
-        """What `configure` takes."""
+        """Return the arguments of `configure`."""
         return {
             "weight_bits": self.weight_bits,
             "activation_bits": self.activation_bits,
@@ -159,21 +166,22 @@ class FakeQuantizedDense(FakeQuantized, keras.layers.Dense):
     """A `keras.layers.Dense` in quantization-aware training; see `kmp.quantize_aware`.
 
     Args:
-        *args: those of `keras.layers.Dense`, and `**kwargs` as well.
-        weight_bits: int from 2 to 8, of the kernel's numbers.
-        activation_bits: int from 2 to 8, of the inputs'.
-        momentum: float in [0, 1), the share of the range that a batch leaves as it was.
-        freeze_after: positive int, the batches after which the range stays; None: never.
-        **kwargs: the others.
+        *args: the positional arguments of `keras.layers.Dense`.
+        weight_bits: int from 2 to 8, bits of the kernel.
+        activation_bits: int from 2 to 8, bits of the inputs.
+        momentum: float in [0, 1), of the moving average of the range.
+        freeze_after: positive int, the number of batches after which the range stops moving; None
+            for never.
+        **kwargs: the keyword arguments of `keras.layers.Dense`.
 
     Raises:
-        ValueError: one of these is not as above.
+        ValueError: if one of these is not as above.
 
     Example:
 
     >>> layer = FakeQuantizedDense(3, weight_bits=4)
     >>> outputs = layer(ops.ones((2, 5)), training=True)
-    >>> float(layer.input_range), layer.rounded_kernel().shape
+    >>> float(layer.input_range), tuple(layer.rounded_kernel().shape)
     (1.0, (5, 3))
     """
 
@@ -184,8 +192,28 @@ class FakeQuantizedDense(FakeQuantized, keras.layers.Dense):
         return x if self.activation is None else self.activation(x)
 
 
+@keras.saving.register_keras_serializable(package="kmp")
+class FakeQuantizedEinsumDense(FakeQuantized, keras.layers.EinsumDense):
+    """A `keras.layers.EinsumDense` with the further arguments of `FakeQuantizedDense`.
+
+    Attention layers make their projections of it: query, key, value and output.
+    """
+
+    @property
+    def summed_axes(self) -> tuple[int, ...]:
+        """The axes of the kernel that are not in the output, as Keras's int8 has them."""
+        kernel, outputs = self.equation.split(",")[1].split("->")
+        return tuple(i for i, axis in enumerate(kernel) if axis not in outputs)
+
+    def call(self, inputs, training=None):
+        x = ops.einsum(self.equation, self.rounded_inputs(inputs, training), self.rounded_kernel())
+        if self.bias is not None:
+            x = ops.add(x, self.bias)
+        return x if self.activation is None else self.activation(x)
+
+
 class FakeQuantizedConvolution(FakeQuantized):
-    """Mixin of the convolutions in quantization-aware training."""
+    """Mixin for convolutions in quantization-aware training."""
 
     def call(self, inputs, training=None):
         x = convolve(self, self.rounded_inputs(inputs, training), self.rounded_kernel())

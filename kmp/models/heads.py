@@ -5,63 +5,42 @@ from typing import Any
 
 import keras
 
-from kmp._keras import layers_of
+from kmp._keras import is_graph, layers_of, made_by, parts_of, symbolic_outputs
+from kmp._keras.calls import Call, Recorder, recording
 
 
-def output_layers(model: keras.Layer) -> list[keras.Layer]:
+def called_models(model: Any) -> list[keras.Model]:
+    """The model, or the models inside it if it has no `call` and its train step calls these."""
+    if type(model).call is not keras.Model.call:
+        return [model]
+    return [part for part in parts_of(model) if isinstance(part, keras.Model)]
+
+
+def output_layers(model: Any) -> list[keras.Layer]:
     """The last layers with weights on the way to each output, and all layers after them.
 
-    A softmax behind a Dense layer is worth as much as the logits that it gets, so both count. In
-    Functional and Sequential models the graph tells; other models are called once with symbolic
-    inputs; if that cannot be done, the last layer with weights in order of creation counts.
+    A softmax in float32 is of no use behind logits in half precision, so both count. Functional and
+    Sequential models are read as graphs; other models are called once with symbolic inputs. A model
+    without `call`, as of a GAN, has the output layers of the models inside it. If none of this is
+    possible, the layer with weights that was created last counts.
     """
-    if graph_of(model) is not None:
+    if is_graph(model):
         found: dict[int, Any] = {}
-        for tensor in graph_of(model).outputs:
+        for tensor in model.outputs:
             _walk_graph(tensor, found)
         return list(found.values())
     calls = _recorded_calls(model)
-    if calls is None:
-        inner = [layer for layer in layers_of(model)[1:] if _is_leaf(layer) and layer.weights]
-        return inner[-1:]
-    return _walk_calls(*calls)
-
-
-def graph_of(model: keras.Layer) -> Any:
-    """The model as a graph of operations, for Functional and built Sequential models, or None."""
-    if isinstance(model, keras.Sequential):
-        return model._functional
-    return model if hasattr(model, "operations") and hasattr(model, "outputs") else None
-
-
-def symbolic_outputs(model: keras.Layer, call: Any = None) -> Any:
-    """What calling the model gives, as KerasTensors, or None if it cannot be called symbolically.
-
-    No weight or random state is read or changed, and no node is added to any layer.
-    """
-    config: dict[str, Any] = model.get_build_config() or {}
-    shapes = config.get("shapes_dict") or {"inputs": config.get("input_shape")}
-    graph = graph_of(model)
-    for dtype in ("float32", "int32"):  # the model knows its inputs' shapes, not their dtypes
-        try:
-            inputs = [_specs(shape, dtype) for shape in shapes.values()]
-            inputs = inputs if graph is None else [graph._inputs_struct]
-            return keras.src.backend.compute_output_spec(call or model.call, *inputs)
-        except Exception:  # whatever the user's code raises
-            continue
-    return None
-
-
-def _specs(shape: Any, dtype: str) -> Any:
-    if isinstance(shape, dict):
-        return {key: _specs(each, dtype) for key, each in shape.items()}
-    if shape and isinstance(shape[0], (list, tuple, dict)):
-        return [_specs(each, dtype) for each in shape]
-    return keras.KerasTensor(shape, dtype=dtype)
+    if calls is not None:
+        return _walk_calls(*calls)
+    inner = [each for each in called_models(model) if each is not model]
+    if inner:
+        return [layer for each in inner for layer in output_layers(each)]
+    leaves = [layer for layer in layers_of(model)[1:] if not parts_of(layer) and layer.weights]
+    return leaves[-1:]
 
 
 def _walk_graph(tensor: Any, found: dict[int, Any]) -> None:
-    operation, node_index, _ = tensor._keras_history
+    operation, inputs = made_by(tensor)
     if id(operation) in found:
         return
     if isinstance(operation, keras.Model):
@@ -73,46 +52,44 @@ def _walk_graph(tensor: Any, found: dict[int, Any]) -> None:
         found[id(operation)] = operation
         if operation.weights:
             return
-    for each in operation._inbound_nodes[node_index].input_tensors:
+    for each in inputs:
         _walk_graph(each, found)
 
 
-def _recorded_calls(model: keras.Layer) -> tuple[list[Any], list[Any]] | None:
-    """The calls of `model`'s layers in order, and the tensors that the model returns."""
-    calls: list[Any] = []
-    returned: list[Any] = []
-    original = keras.Layer.__call__
-
-    def recording(layer, *args, **kwargs):
-        outputs = original(layer, *args, **kwargs)
-        calls.append((layer, keras.tree.flatten((args, kwargs)), keras.tree.flatten(outputs)))
-        return outputs
+def _recorded_calls(model: keras.Model) -> tuple[list[Call], list[Any]] | None:
+    """The calls in `model.call`, in the order in which they end, and the tensors it returns."""
+    recorder, returned = Recorder(), []
 
     def call(*args):
-        outputs = model.call(*args)
-        returned.extend(keras.tree.flatten(outputs))
+        nonlocal recorder, returned
+        recorder = Recorder()  # anew, for a model may be tried several times
+        with recording(recorder):
+            outputs = model.call(*args)
+        returned = keras.tree.flatten(outputs)
         return outputs
 
-    keras.Layer.__call__ = recording
-    try:
-        done = symbolic_outputs(model, call)
-    finally:
-        keras.Layer.__call__ = original
-    return None if done is None else (calls, returned)
+    if symbolic_outputs(model, call) is None:
+        return None
+    layer_calls = [call for call in recorder.calls if isinstance(call.layer, keras.Layer)]
+    return sorted(layer_calls, key=_end), returned
 
 
-def _walk_calls(calls: list[Any], returned: Iterable[Any]) -> list[keras.Layer]:
+def _end(call: Call) -> int:
+    return call.span[1]
+
+
+def _walk_calls(calls: list[Call], returned: Iterable[Any]) -> list[keras.Layer]:
     found: dict[int, Any] = {}
 
     def maker(tensor, before):
-        earlier = list(enumerate(calls[:before]))
-        made = [i for i, (*_, outputs) in earlier if any(x is tensor for x in outputs)]
-        # Raw operations hide who made a tensor: then the latest call did.
-        return (made or [i for i, (x, *_) in earlier if _is_leaf(x) and x.weights])[-1:]
+        earlier = [call for call in calls if _end(call) < before]
+        made = [call for call in earlier if _returned(call, tensor)]
+        # A raw operation hides who made a tensor: then the latest call did.
+        return (made or [x for x in earlier if not parts_of(x.layer) and x.layer.weights])[-1:]
 
     def walk(tensor, before):
-        for i in maker(tensor, before):
-            layer, inputs, _ = calls[i]
+        for call in maker(tensor, before):
+            layer, (begin, _) = call.layer, call.span
             if id(layer) in found:
                 continue
             if isinstance(layer, keras.Model):
@@ -120,14 +97,14 @@ def _walk_calls(calls: list[Any], returned: Iterable[Any]) -> list[keras.Layer]:
                 continue
             found[id(layer)] = layer
             if not layer.weights:
-                for each in inputs:
+                for each in keras.tree.flatten(call.passed):
                     if hasattr(each, "dtype"):
-                        walk(each, i)
+                        walk(each, begin)
 
     for tensor in returned:
-        walk(tensor, len(calls))
+        walk(tensor, float("inf"))
     return list(found.values())
 
 
-def _is_leaf(layer: keras.Layer) -> bool:
-    return not layer._flatten_layers(include_self=False, recursive=False)
+def _returned(call: Call, tensor: Any) -> bool:
+    return any(x is tensor for x in keras.tree.flatten(call.outputs))

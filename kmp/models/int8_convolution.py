@@ -1,10 +1,11 @@
-"""Convolutions as `quantize("int8")` would leave them, if Keras had it for convolutions."""
+"""Convolutions with int8 kernels, which Keras's own `quantize("int8")` does not make."""
 
 from typing import Any
 
 import keras
 from keras import ops
 
+from kmp._keras import mark_quantized
 from kmp.models.convolution import add_bias_and_activate, along_channels, convolve
 
 
@@ -13,15 +14,15 @@ class Int8Convolution(keras.Layer):
 
         outputs = conv(int8(inputs), int8 kernel) / (input scale * kernel scale[channel]) + bias
 
-    The integers are multiplied and summed as float32, in which an integer up to 2**24 is exact:
-    what an int8 convolution with int32 sums would give, up to 1040 products a sum (9 positions in
-    115 channels), and within float32's rounding beyond. Keras's backends have no int8 convolution
-    in common; a quarter of the memory is saved, and no time.
+    The integers are multiplied and summed in float32, which is exact up to 2**24. So the sums are
+    those of an int8 convolution with int32 sums for up to 1040 products a sum (9 positions in 115
+    channels), and within float32's rounding beyond. Keras's backends have no int8 convolution in
+    common: the kernel takes a quarter of the memory, and the call as long as in float32.
 
     Args:
-        quantization_config: `keras.quantizers.Int8QuantizationConfig`, as of Keras's int8 layers,
-            whose activation quantizer is a `RangeQuantizer`.
-        **kwargs: those of the convolution.
+        quantization_config: `keras.quantizers.Int8QuantizationConfig`, as Keras's int8 layers take
+            it, with a `RangeQuantizer` as its activation quantizer.
+        **kwargs: the arguments of the convolution.
     """
 
     def __init__(self, *args: Any, quantization_config: Any, **kwargs: Any):
@@ -33,11 +34,11 @@ class Int8Convolution(keras.Layer):
         self.add_scale()
 
     def add_scale(self) -> None:
-        """Create what the layer has beside kernel and bias."""
+        """Create the scale of each filter."""
         self.kernel_scale = self.add_weight(
             name="kernel_scale", shape=(self.filters,), initializer="ones", trainable=False
         )
-        self._is_quantized = True  # Keras's mark, so that quantize() refuses
+        mark_quantized(self)
 
     def add_weight(self, *args, name=None, **kwargs):
         if name == "kernel":
@@ -47,12 +48,12 @@ class Int8Convolution(keras.Layer):
 
     def call(self, inputs):
         integers, inputs_scale = self.quantization_config.activation_quantizer(inputs)
-        kernel = ops.cast(self._kernel, "float32")
+        kernel = ops.cast(self.kernel, "float32")
         x = convolve(self, ops.cast(integers, "float32"), kernel)
         x = x / along_channels(self, ops.multiply(self.kernel_scale, inputs_scale))
         return add_bias_and_activate(self, x)
 
-    _int8_call = call  # what Keras calls under the policy "int8_from_float32"
+    _int8_call = call  # Keras calls this under the policy "int8_from_float32"
 
     def save_own_variables(self, store):
         super().save_own_variables(store)

@@ -5,14 +5,11 @@ from typing import Any
 
 import keras
 
-from kmp._keras import forget_functions, layers_of
+from kmp._keras import forget_functions, give_policy, layers_of, parts_of
 from kmp.models.quantized import quantization_of, quantize_like
 from kmp.precision.policy import Policy, get_policy
 
-
-def give_policy(layer: Any, policy: Any) -> None:
-    """Set the policy of a layer that is built already."""
-    layer._dtype_policy = policy  # the public setter would write into a shared DTypePolicyMap
+_ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 
 def remember_policies(model: keras.Model) -> None:
@@ -37,8 +34,11 @@ def _name(policy: keras.DTypePolicy) -> str | None:
 
 
 def _creates_layers(layer: keras.Layer) -> bool:
+    """Whether a class's own code makes layers, whose policies or quantization its config loses."""
+    if isinstance(layer, _ATTENTION):  # which gives its own policy to its projections
+        return any(map(quantization_of, parts_of(layer)))
     kerass_own = type(layer).__module__.partition(".")[0] == "keras"
-    return not kerass_own and bool(layer._flatten_layers(include_self=False, recursive=False))
+    return not kerass_own and bool(parts_of(layer))
 
 
 @functools.cache

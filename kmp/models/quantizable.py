@@ -1,18 +1,17 @@
-"""Which layers of a model can be prepared for quantization, and why the others cannot."""
+"""Find the layers that can be prepared for quantization, and the reasons why others cannot."""
 
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from kmp._keras import path_of
+from kmp._keras import own_weights, parts_of, path_of, symbolic_outputs, takes_training
 from kmp.models.fake_quantization import FakeQuantized
-from kmp.models.heads import symbolic_outputs
 from kmp.models.quantized import PREPARED
 
 
 def plan_for(model: Any, filter_fn: Callable | None) -> list[tuple[Any, str]]:
-    """Each layer that has weights of its own, with the reason for which it is left alone."""
+    """Each layer that has weights itself, with the reason why it is left alone, if it is."""
     plan: dict[int, tuple[Any, str]] = {}
 
     def visit(layer, outside=""):
@@ -21,9 +20,9 @@ def plan_for(model: Any, filter_fn: Callable | None) -> list[tuple[Any, str]]:
         path = path_of(layer)
         if not outside and filter_fn is not None and not filter_fn(layer, path):
             outside = "excluded by filter_fn"
-        if layer._trainable_variables or isinstance(layer, FakeQuantized):
+        if own_weights(layer) or isinstance(layer, FakeQuantized):
             plan[id(layer)] = (layer, outside or _unfit(layer))
-        for each in layer._flatten_layers(include_self=False, recursive=False):
+        for each in parts_of(layer):
             visit(each, outside)
 
     visit(model)
@@ -37,19 +36,21 @@ def _unfit(layer: Any) -> str:
     if layer.quantization_mode is not None:
         return f"quantized to {layer.quantization_mode} already"
     if type(layer) not in PREPARED:
-        return "no Dense, Conv1D, Conv2D or Conv3D"
+        return f"no {', '.join(each.__name__ for each in PREPARED)}"
+    if "..." in getattr(layer, "equation", ""):
+        return "Keras's int8 takes no ... in an equation"
     if layer.lora_enabled:
         return "LoRA"
-    if layer._kernel.dtype != "float32":
-        return f"weights in {layer._kernel.dtype}"
+    if layer.kernel.dtype != "float32":
+        return f"weights in {layer.kernel.dtype}"
     return ""
 
 
 def not_told_to_train(model: Any, layers: list[Any]) -> list[Any]:
-    """Those of the prepared `layers` that `fit` would call without saying that they train.
+    """Those of the prepared `layers` that `fit` would call without `training=True`.
 
-    What a subclassed model does that keeps `training` to itself; as far as it can be called
-    symbolically.
+    A subclassed model calls its layers so if its `call` does not pass `training` on. A model that
+    cannot be called symbolically is not checked.
     """
     told: dict[int, bool] = {}
     original = FakeQuantized.rounded_inputs
@@ -58,9 +59,9 @@ def not_told_to_train(model: Any, layers: list[Any]) -> list[Any]:
         told[id(layer)] = told.get(id(layer), False) or bool(training)
         return original(layer, inputs, training)
 
-    # Keras's trainer on JAX goes around __call__, which would tell the layers by itself.
+    # Keras's trainer on JAX calls `call`; `__call__` would pass `training` on by itself.
     call = model.call if keras.backend.backend() == "jax" else model
-    arguments = {"training": True} if model._call_has_training_arg else {}
+    arguments = {"training": True} if takes_training(model) else {}
     FakeQuantized.rounded_inputs = rounded_inputs  # type: ignore[method-assign]
     try:
         symbolic_outputs(model, lambda *inputs: call(*inputs, **arguments))

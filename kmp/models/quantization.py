@@ -5,12 +5,13 @@ from typing import Any
 
 import keras
 
-from kmp._keras import check_built, forget_functions, layers_of, path_of
-from kmp.models.convert import ConversionReport, LayerConversion, policy_word, to_mixed_precision
+from kmp._keras import check_model, forget_functions, layers_of, path_of
+from kmp.models.convert import to_mixed_precision
 from kmp.models.fake_quantization import FakeQuantized, FakeQuantizedDense
 from kmp.models.policies import remember_policies
 from kmp.models.quantizable import not_told_to_train, plan_for
 from kmp.models.quantized import PREPARED, is_unseen, prepare, quantize, undo
+from kmp.models.report import ConversionReport, LayerConversion, policy_word
 
 
 def quantize_aware(
@@ -21,58 +22,59 @@ def quantize_aware(
     momentum: float = 0.99,
     freeze_after: int | None = None,
     filter_fn: Callable[[keras.Layer, str], bool] | None = None,
-) -> tuple[keras.Model, ConversionReport]:
-    """Let the layers of a built model train with the rounding that int8 inference will do.
+) -> ConversionReport:
+    """Let the layers of a built model train with the rounding of int8 inference.
 
-    `Dense`, `Conv1D`, `Conv2D` and `Conv3D` layers are converted in place, those in nested models
-    included; their weights stay, as variables and as numbers. From then on each multiplies
+    `Dense`, `EinsumDense`, `Conv1D`, `Conv2D` and `Conv3D` layers are converted in place, those in
+    nested models and the projections of attention layers included; their weights keep their values.
+    From then on each layer multiplies
 
-    - its kernel rounded to `weight_bits`, in steps of `max |kernel[..., channel]| / 127` (7 of 4
-      bits), a scale for each output channel, as Keras's `quantize("int8")` does;
-    - its inputs rounded to `activation_bits`, in steps of `range / 127`, one range for the layer: a
-      moving average of `max |inputs|` over training batches, symmetric about zero.
+    - its kernel, rounded to `weight_bits` in steps of `max |kernel[..., channel]| / 127` (7 for 4
+      bits) with a scale for each output channel, as Keras's `quantize("int8")` does;
+    - its inputs, rounded to `activation_bits` in steps of `range / 127`, where the layer's one
+      range is a moving average of `max |inputs|` over training batches, symmetric about zero.
 
-    Gradients pass straight through the rounding; inputs beyond the range get none. The rounding is
-    in float32 under every policy, and what it gives is cast to the compute dtype: the model trains
-    under `"mixed_float16"` and `"mixed_bfloat16"` as under `"float32"`.
+    Gradients pass straight through the rounding; inputs beyond the range get no gradient. Rounding
+    is done in float32 under every policy, and its result is cast to the compute dtype, so the model
+    trains under `"mixed_float16"` and `"mixed_bfloat16"` as well.
 
-    The range is state that training updates, as the moving statistics of
-    `kmp.layers.Float32BatchNormalization` are: a float32 variable that no policy touches; a batch
-    whose inputs are not finite leaves it as it was, to the bit; inference and layers with
-    `trainable=False` do not move it; what a step that is skipped for its gradients has seen is
-    undone where one of kmp's callbacks is in `fit`. It moves until `freeze_after` batches, or until
-    `kmp.freeze_observers`.
+    Training updates the range, a float32 variable under every policy, as it updates the moving
+    statistics of `kmp.layers.Float32BatchNormalization`. Batches with inputs that are not finite do
+    not change it, nor do inference and layers with `trainable=False`. If one of kmp's callbacks is
+    in `fit`, a step that is skipped for its gradients does not change it either. It stops moving
+    after `freeze_after` batches, or at `kmp.freeze_observers`.
 
     Train, then convert with `kmp.to_int8`, which uses the same scales and ranges. Saved files hold
-    the ranges and resume; `import kmp` has to come before loading. A compiled model stays compiled,
-    optimizer state included.
+    the ranges; `import kmp` before loading them. A compiled model stays compiled, with the state of
+    its optimizer.
 
     Args:
         model: built `keras.Model`: Sequential, Functional or subclassed, with float32 weights.
-        weight_bits: int from 2 to 8. Fewer than 8 are integers in a smaller range, kept in int8.
-        activation_bits: int from 2 to 8.
-        momentum: float in [0, 1), the share of the range that a batch leaves as it was.
-        freeze_after: positive int, the batches after which the ranges stay; None: never.
-        filter_fn: called with each layer and its path; those for which it returns False, with all
-            that is inside, are left alone.
+        weight_bits: int from 2 to 8, bits of the kernels. Fewer than 8 are stored in int8 too.
+        activation_bits: int from 2 to 8, bits of the inputs.
+        momentum: float in [0, 1), of the moving average of the ranges.
+        freeze_after: positive int, the number of batches after which the ranges stop moving; None
+            for never.
+        filter_fn: called with each layer and its path; a layer, with all layers inside it, is left
+            alone if it returns False.
 
     Returns:
-        The same model, and a `ConversionReport` of the layers that have weights.
+        `ConversionReport` of the layers that have weights; the model is the same object.
 
     Raises:
         TypeError: if `model` is no Keras model.
-        ValueError: if an argument is not as above, the model is not built, its `call` does not hand
-            on `training`, or there is nothing to convert. Nothing is converted then.
+        ValueError: if an argument is not as above, the model is not built, its `call` does not pass
+            `training` on, or there is nothing to convert. Nothing is converted then.
 
     Example:
 
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
-    >>> model, report = quantize_aware(model, freeze_after=100)
+    >>> report = quantize_aware(model, freeze_after=100)
     >>> model.compile(kmp.scaled("sgd"), "mse")
     >>> history = model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0)
     >>> float(model.layers[0].input_range)
     1.0
-    >>> model, report = to_int8(model)
+    >>> report = to_int8(model)
     >>> model.layers[0].kernel.dtype
     'int8'
 
@@ -85,8 +87,8 @@ def quantize_aware(
         "momentum": momentum,
         "freeze_after": freeze_after,
     }
-    FakeQuantizedDense(1, **settings)  # says what is wrong with them
-    check_built(model)
+    FakeQuantizedDense(1, **settings)  # raises if one of them is wrong
+    check_model(model, "quantize_aware")
     plan = plan_for(model, filter_fn)
     if all(reason for _, reason in plan):
         raise ValueError(
@@ -103,9 +105,9 @@ def quantize_aware(
             undo(layer)
         raise ValueError(
             f"Layers must be told that they train. Received: {model.name!r}, whose call does not "
-            f"tell {path_of(untold[0])!r} and {len(untold) - 1} more (nor, if there were any, a "
-            "BatchNormalization). Nothing was converted. Write call(self, inputs, training=None) "
-            "and layer(x, training=training), in the layers of your own as well."
+            f"pass `training` to {path_of(untold[0])!r} and {len(untold) - 1} more layers. Nothing "
+            "was converted. Write call(self, inputs, training=None) and layer(x, training=training)"
+            ", in layers of your own as well."
         )
     rows = [
         LayerConversion(path_of(layer), *words, _word(layer), reason)
@@ -113,78 +115,80 @@ def quantize_aware(
     ]
     forget_functions(model)
     remember_policies(model)
-    return model, ConversionReport(tuple(rows))
+    return ConversionReport(tuple(rows))
 
 
 def freeze_observers(model: keras.Model) -> None:
-    """Let the ranges of a prepared model stay as they are; its weights go on training.
+    """Stop the ranges of a prepared model from moving; its weights go on training.
 
-    What `freeze_after` does at a number of batches, whenever you ask. Inside `fit` a callback takes
-    its own `model`, which on JAX is more than the object: `kmp.freeze_observers(self.model)`.
+    `freeze_after` does the same after a number of batches. Inside `fit`, pass the model of the
+    callback, `kmp.freeze_observers(self.model)`: on JAX it holds the state of the training loop.
 
     Args:
         model: `keras.Model` that `kmp.quantize_aware` has prepared.
 
     Raises:
+        TypeError: if `model` is no Keras model.
         ValueError: if it is not prepared.
 
     Example:
 
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    >>> model, _ = quantize_aware(model)
+    >>> report = quantize_aware(model)
     >>> outputs = model(np.ones((1, 3)), training=True)
     >>> freeze_observers(model)
     >>> outputs = model(np.full((1, 3), 9.0), training=True)
     >>> float(model.layers[0].input_range)
     1.0
     """
-    for layer in _prepared(model):
+    for layer in _prepared(model, "freeze_observers"):
         layer.freeze_at.assign(0)
 
 
-def to_int8(model: keras.Model) -> tuple[keras.Model, ConversionReport]:
+def to_int8(model: keras.Model) -> ConversionReport:
     """Turn a model that trained after `kmp.quantize_aware` into int8, for inference.
 
-    The kernels become int8 variables with a float32 scale for each output channel, and inputs are
-    rounded to int8 in the range that was learned. Prepared `Dense` layers become Keras's own int8
-    `Dense`, by way of its `quantize("int8")`, whose activation quantizer has the learned range in
-    the place of each row's largest value: products of int8, summed in int32. Keras quantizes no
-    convolutions: these become layers of kmp that store int8 and sum the same integers in float32,
-    which saves memory and no time.
+    Kernels become int8 variables with a float32 scale for each output channel, and inputs are
+    rounded to int8 in the range that training has learned. Prepared `Dense` and `EinsumDense`
+    layers become Keras's own int8 layers, by `quantize("int8")` with the learned range in place of
+    each row's largest value: products of int8, summed in int32. Keras quantizes no convolutions:
+    these become layers of kmp that store int8 and sum the same integers in float32, which saves
+    memory and no time.
 
-    Everything else computes in float32 afterwards, as Keras refuses int8 beside float16. In float32
-    and with `training=False` the prepared model has given the same outputs, but for the rounding of
-    sums, which may take an input of the next layer to the neighbouring integer.
+    All other layers compute in float32 afterwards, because Keras refuses int8 beside float16. The
+    outputs are those of the prepared model in float32 with `training=False`, except that sums may
+    be rounded differently, which may move an input of the next layer to the neighbouring integer.
 
-    The kernels cannot be trained any more: convert a copy (`keras.models.load_model` of a saved
-    file) if training is to go on. A compiled model stays compiled, with a new optimizer of the same
+    The kernels cannot be trained any more: to go on training, convert a copy (save the model, and
+    `keras.models.load_model`). A compiled model stays compiled, with a new optimizer of the same
     settings for the variables that are left.
 
     Args:
-        model: `keras.Model` that `kmp.quantize_aware` has prepared and that has trained since.
+        model: `keras.Model` that `kmp.quantize_aware` has prepared, trained since.
 
     Returns:
-        The same model, and a `ConversionReport` of the quantized layers.
+        `ConversionReport` of the quantized layers; the model is the same object.
 
     Raises:
-        ValueError: if it is not prepared, or one of its layers has not seen a training batch yet.
-            Nothing is converted then.
+        TypeError: if `model` is no Keras model.
+        ValueError: if it is not prepared, or one of its layers has seen no training batch. Nothing
+            is converted then.
 
     Example: see `kmp.quantize_aware`.
 
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    >>> model, _ = quantize_aware(model)
+    >>> report = quantize_aware(model)
     >>> outputs = model(np.ones((1, 3)), training=True)
-    >>> model, report = to_int8(model)
+    >>> report = to_int8(model)
     >>> print(report.rows[0].after)
     int8_from_float32
     """
-    layers = _prepared(model)
+    layers = _prepared(model, "to_int8")
     unseen = [path_of(layer) for layer in layers if is_unseen(layer)]
     if unseen:
         raise ValueError(
-            f"The layers have to learn the ranges of their inputs. Received: {model.name!r}, in "
-            f"which {unseen[0]!r} and {len(unseen) - 1} more have seen no training batch with "
+            f"The layers must have learned the ranges of their inputs. Received: {model.name!r}, "
+            f"in which {unseen[0]!r} and {len(unseen) - 1} more have seen no training batch with "
             "finite inputs. Train the model, or call model(x, training=True) on some batches."
         )
     before = [_word(layer) for layer in layers]
@@ -197,11 +201,11 @@ def to_int8(model: keras.Model) -> tuple[keras.Model, ConversionReport]:
         LayerConversion(path_of(layer), type(layer).__name__, word, layer.dtype_policy.name, "")
         for layer, word in zip(layers, before, strict=True)
     ]
-    return model, ConversionReport(tuple(rows))
+    return ConversionReport(tuple(rows))
 
 
 def _renew_optimizer(model: Any) -> None:
-    """The optimizer's state is that of kernels that are gone: no file could be loaded with it."""
+    """Give the model a new optimizer: the old one has state for kernels that are gone."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:
         return
@@ -209,8 +213,8 @@ def _renew_optimizer(model: Any) -> None:
     model.optimizer.build(model.trainable_variables)
 
 
-def _prepared(model: Any) -> list[Any]:
-    check_built(model)
+def _prepared(model: Any, owner: str) -> list[Any]:
+    check_model(model, owner)
     found = [layer for layer in layers_of(model) if isinstance(layer, FakeQuantized)]
     if not found:
         raise ValueError(

@@ -1,11 +1,11 @@
-"""One layer at a time: into quantization-aware training, and on to int8. In place."""
+"""Prepare one layer for quantization-aware training, or turn it into int8, in place."""
 
-import inspect
 from typing import Any
 
 import keras
 from keras import ops
 
+from kmp._keras import drop_variable, replace_kernel, take_class, unlocked
 from kmp.models import fake_quantization as fake
 from kmp.models import int8_convolution as int8
 from kmp.models.fake_quantization import OBSERVER, FakeQuantized
@@ -13,91 +13,85 @@ from kmp.models.range_quantizer import RangeQuantizer, levels_of
 
 PREPARED: dict[Any, Any] = {
     keras.layers.Dense: fake.FakeQuantizedDense,
+    keras.layers.EinsumDense: fake.FakeQuantizedEinsumDense,
     keras.layers.Conv1D: fake.FakeQuantizedConv1D,
     keras.layers.Conv2D: fake.FakeQuantizedConv2D,
     keras.layers.Conv3D: fake.FakeQuantizedConv3D,
 }
 QUANTIZED: dict[Any, Any] = {
     fake.FakeQuantizedDense: keras.layers.Dense,
+    fake.FakeQuantizedEinsumDense: keras.layers.EinsumDense,
     fake.FakeQuantizedConv1D: int8.Int8Conv1D,
     fake.FakeQuantizedConv2D: int8.Int8Conv2D,
     fake.FakeQuantizedConv3D: int8.Int8Conv3D,
 }
 
 
+_KERAS_QUANTIZES = (keras.layers.Dense, keras.layers.EinsumDense)
+
+
 def prepare(layer: Any, settings: dict[str, Any]) -> None:
-    """Let a built layer train with the rounding of int8; its weights stay the variables they are.
+    """Let a built layer train with the rounding of int8; it keeps its variables.
 
     Args:
         layer: of a class in `PREPARED`.
         settings: what `FakeQuantized.configure` takes.
     """
-    _take_class(layer, PREPARED[type(layer)])
+    take_class(layer, PREPARED[type(layer)])
     layer.configure(**settings)
-    layer._tracker.unlock()
-    layer.add_observer()
-    layer._tracker.lock()
+    with unlocked(layer):
+        layer.add_observer()
 
 
 def undo(layer: Any) -> None:
     """Take back what `prepare` did."""
     _drop_observer(layer)
-    _take_class(layer, next(cls for cls, made in PREPARED.items() if made is type(layer)))
+    take_class(layer, next(cls for cls, made in PREPARED.items() if made is type(layer)))
 
 
 def quantize(layer: Any) -> None:
     """Turn a prepared layer into its int8 twin, which computes in float32 otherwise.
 
-    Keras's own `Dense`, quantized by Keras; of a convolution the class in `QUANTIZED`.
+    Keras quantizes its own `Dense` and `EinsumDense`; a convolution takes its class in `QUANTIZED`.
     """
     inputs = RangeQuantizer(_number(layer.input_range), layer.activation_bits)
     levels = levels_of(layer.weight_bits)
-    axes = tuple(range(len(layer._kernel.shape) - 1))
-    weights = keras.quantizers.AbsMaxQuantizer(axis=axes, value_range=(-levels, levels))
+    weights = keras.quantizers.AbsMaxQuantizer(
+        axis=layer.summed_axes, value_range=(-levels, levels)
+    )
     _drop_observer(layer)
-    _take_class(layer, QUANTIZED[type(layer)])
+    take_class(layer, QUANTIZED[type(layer)])
     _quantize(layer, keras.quantizers.Int8QuantizationConfig(weights, inputs))
 
 
 def _drop_observer(layer: Any) -> None:
-    layer._tracker.unlock()
-    for name in OBSERVER:
-        _delete_weight(layer, name)
-    layer._tracker.lock()
-
-
-def _delete_weight(layer: Any, name: str) -> None:
-    """As `delattr`, without the garbage collection of Keras's, which takes 0.2 s for each."""
-    layer._untrack_variable(getattr(layer, name))
-    super(keras.layers.Layer, layer).__delattr__(name)
+    with unlocked(layer):
+        for name in OBSERVER:
+            drop_variable(layer, name)
 
 
 def _quantize(layer: Any, config: keras.quantizers.Int8QuantizationConfig) -> None:
     layer.dtype_policy = keras.DTypePolicy("float32")
-    layer._tracker.unlock()
-    if type(layer) is keras.layers.Dense:
-        keras.layers.Dense.quantize(layer, "int8", config=config)
-    else:
-        _quantize_convolution(layer, config)
-    layer._tracker.lock()
-    if hasattr(layer, "_track_variables"):  # on PyTorch, as Keras's Model.quantize does it
-        layer._track_variables()
+    with unlocked(layer):
+        if type(layer) in _KERAS_QUANTIZES:
+            type(layer).quantize(layer, "int8", config=config)
+        else:
+            _quantize_convolution(layer, config)
 
 
 def _quantize_convolution(layer: Any, config: keras.quantizers.Int8QuantizationConfig) -> None:
-    shape = layer._kernel.shape
-    kernel, scale = config.weight_quantizer(layer._kernel, to_numpy=True)
-    _delete_weight(layer, "_kernel")
+    shape = layer.kernel.shape
+    kernel, scale = config.weight_quantizer(layer.kernel, to_numpy=True)
     layer.quantization_config = config
-    layer._kernel = layer.add_weight(name="kernel", shape=shape)
+    replace_kernel(layer, lambda: layer.add_weight(name="kernel", shape=shape))
     layer.add_scale()
-    layer._kernel.assign(kernel)
+    layer.kernel.assign(kernel)
     layer.kernel_scale.assign(ops.reshape(scale, (-1,)))
     layer.dtype_policy = keras.dtype_policies.get(f"int8_from_{layer.dtype_policy.name}")
 
 
 def quantization_of(layer: Any) -> dict[str, Any] | None:
-    """What `quantize_like` makes of a layer, as built by its class, what `layer` is; or None."""
+    """What `quantize_like` needs to make a plain layer like this one; None if this one is plain."""
     if isinstance(layer, FakeQuantized):
         return {"settings": layer.settings()}
     if layer.quantization_mode != "int8" or type(layer) not in QUANTIZED.values():
@@ -106,25 +100,15 @@ def quantization_of(layer: Any) -> dict[str, Any] | None:
 
 
 def quantize_like(layer: Any, quantization: dict[str, Any]) -> None:
-    """Give a built layer the class and the variables of a saved one; their values come later."""
+    """Give a built layer the class and variables of a saved one; Keras loads their values later."""
     if type(layer) not in PREPARED or layer.quantization_mode is not None:
         return  # its own config has brought it back
     if "settings" in quantization:
         prepare(layer, quantization["settings"])
         return
-    if type(layer) is not keras.layers.Dense:
-        _take_class(layer, QUANTIZED[PREPARED[type(layer)]])
+    if type(layer) not in _KERAS_QUANTIZES:
+        take_class(layer, QUANTIZED[PREPARED[type(layer)]])
     _quantize(layer, keras.saving.deserialize_keras_object(quantization["config"]))
-
-
-def _take_class(layer: Any, cls: Any) -> None:
-    """Make `layer` a `cls`, and let Keras know the signature of its call anew."""
-    layer.__class__ = cls
-    layer._call_signature = inspect.signature(layer.call)
-    names = [each.name for each in layer._call_signature.parameters.values()]
-    layer.call_signature_parameters = names
-    layer._call_has_training_arg = "training" in names
-    layer._call_has_context_arg = {"training": "training" in names}
 
 
 def _number(variable: Any) -> float:

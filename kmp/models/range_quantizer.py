@@ -1,4 +1,4 @@
-"""Rounding to a range that is known beforehand: what int8 layers do with their inputs."""
+"""Round inputs to int8 in a range that training has learned."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from kmp._common import number
 
 
 def levels_of(bits: int) -> int:
-    """The largest number that is symmetric in that many bits: 127 of 8."""
+    """The largest integer of a symmetric range in so many bits: 127 in 8 bits."""
     return 2 ** (bits - 1) - 1
 
 
 def checked_bits(name: str, value: Any, owner: str) -> int:
-    """Return `value` if integers of so many bits can stand in an int8 and tell signs apart."""
+    """Return `value` if it is a number of bits that an int8 can hold, sign included."""
     if number(name, value, owner) not in range(2, 9):
         raise ValueError(
             f"`{name}` of {owner} must be a whole number from 2 to 8. Received: "
@@ -26,20 +26,20 @@ def checked_bits(name: str, value: Any, owner: str) -> int:
 
 @keras.saving.register_keras_serializable(package="kmp")
 class RangeQuantizer(keras.quantizers.Quantizer):
-    """Quantizes to a range that is known beforehand, where `AbsMaxQuantizer` takes each row's own.
+    """Quantizes to int8 in a fixed range; `AbsMaxQuantizer` computes one for each row.
 
-    What `keras.quantizers.Int8QuantizationConfig` takes as `activation_quantizer`:
+    It is an `activation_quantizer` for `keras.quantizers.Int8QuantizationConfig`:
 
         outputs = int8(round(clip(inputs, -max_abs, max_abs) * scale))      scale = 127 / max_abs
 
     Halves are rounded up, as Keras's `fake_quant_with_min_max_vars` rounds them in training.
 
     Args:
-        max_abs: float of at least 0, the end of the range.
+        max_abs: float of at least 0; the range is from -max_abs to max_abs.
         bits: int from 2 to 8.
 
     Raises:
-        ValueError: if they are not.
+        ValueError: if one of them is not.
     """
 
     def __init__(self, max_abs: float, bits: int = 8):
@@ -53,14 +53,15 @@ class RangeQuantizer(keras.quantizers.Quantizer):
         self.bits = checked_bits("bits", bits, "RangeQuantizer")
 
     def __call__(self, x: Tensor, axis: Any = None, to_numpy: bool = False) -> tuple[Any, Any]:
-        """Return int8 of the shape of `x`, and the float32[] that it is to be divided by.
+        """Return int8 of the shape of `x`, and the float32[1, ..., 1] that it is to be divided by.
 
-        `axis` and `to_numpy` are what Keras hands over: there is one range for all axes.
+        Keras passes `axis` and `to_numpy`; neither matters to one range for all axes.
         """
         levels = levels_of(self.bits)
         scale = ops.convert_to_tensor(
             levels / max(self.max_abs, keras.config.epsilon()), dtype="float32"
         )
+        scale = ops.reshape(scale, (1,) * len(x.shape))
         integers = ops.floor(ops.cast(x, "float32") * scale + 0.5)
         return ops.cast(ops.clip(integers, -levels, levels), "int8"), scale
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
-from kmp.precision.casts import half_dtype
 from kmp.precision.policy import get_policy
 from kmp.precision.scope import Scope, current_scope
+from kmp.precision.trees import half_dtype
 
 
 class autocast:

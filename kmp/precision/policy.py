@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 import keras
 
 from kmp._backend.types import DType
-from kmp.precision.casts import SHORT_NAMES, as_float_dtype, cast_floats
 from kmp.precision.scope import current_scope
+from kmp.precision.trees import SHORT_NAMES, as_float_dtype, cast_floats
 
 T = TypeVar("T")
 

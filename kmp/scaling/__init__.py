@@ -1,7 +1,13 @@
 """Loss scaling: the rules, the optimizer that applies them, and its state in files."""
 
+from typing import Any
+
+import keras
+
+from kmp.precision.trees import all_finite, max_abs, select_tree
+from kmp.scaling import rules
 from kmp.scaling.amax import AmaxLossScale
-from kmp.scaling.optimizer import LossScaleOptimizer, scaled
+from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.scaling.rules import (
     DynamicLossScale,
     LossScale,
@@ -9,7 +15,6 @@ from kmp.scaling.rules import (
     ScaleState,
     StaticLossScale,
 )
-from kmp.scaling.trees import all_finite, max_abs, select_tree
 
 __all__ = [
     "AmaxLossScale",
@@ -24,3 +29,62 @@ __all__ = [
     "scaled",
     "select_tree",
 ]
+
+
+def scaled(
+    optimizer: Any,
+    loss_scale: Any = "dynamic",
+    *,
+    on_overflow: str = "drop_micro_batch",
+    **optimizer_arguments,
+) -> LossScaleOptimizer:
+    """Wrap an optimizer in loss scaling, ready for `model.compile`.
+
+    Args:
+        optimizer: a `keras.optimizers.Optimizer` class, instance, name or config.
+        loss_scale: `"dynamic"`, `"none"`, a positive number (static), or a strategy such as
+            `kmp.DynamicLossScale(growth_interval=500)`.
+        on_overflow: what an overflow costs under gradient accumulation; see
+            `kmp.LossScaleOptimizer`.
+        **optimizer_arguments: what the optimizer's constructor takes, with a class or a name.
+
+    Returns:
+        `kmp.LossScaleOptimizer`.
+
+    Raises:
+        ValueError: if the optimizer scales losses itself, if `loss_scale` names no strategy, or if
+            arguments come with an optimizer that is already built from others.
+
+    Example:
+
+    >>> optimizer = scaled("sgd", learning_rate=0.5, momentum=0.9)
+    >>> optimizer.inner_optimizer.momentum
+    0.9
+    """
+    inner = _make_inner(optimizer, optimizer_arguments)
+    rule = rules.get(loss_scale)  # None is no default here: it may mean "dynamic" or "none"
+    return LossScaleOptimizer(inner, loss_scale=rule, on_overflow=on_overflow)
+
+
+def _make_inner(optimizer: Any, arguments: dict[str, Any]) -> Any:
+    """Return the optimizer that `kmp.scaled` was given, as an instance."""
+    if isinstance(optimizer, type):
+        inner = optimizer(**arguments)
+    elif isinstance(optimizer, str):
+        inner = keras.optimizers.get({"class_name": optimizer, "config": arguments})
+    elif arguments:
+        raise ValueError(
+            "Arguments of the optimizer go with its class or name. Received: an optimizer "
+            f"{type(optimizer).__name__} that has its own, and {sorted(arguments)}. "
+            "Write kmp.scaled(keras.optimizers.Adam, learning_rate=1e-3), or set them on the "
+            "instance."
+        )
+    else:
+        inner = keras.optimizers.get(optimizer)
+    if getattr(inner, "loss_scale_factor", None) is not None:
+        raise ValueError(
+            "`optimizer` must not scale the loss itself. Received: "
+            f"loss_scale_factor={inner.loss_scale_factor}. Leave loss_scale_factor out and write "
+            f"kmp.scaled({type(inner).__name__}, loss_scale={inner.loss_scale_factor}, ...)."
+        )
+    return inner

@@ -1,16 +1,18 @@
-"""What `kmp.LossScaleOptimizer` may be built from."""
+"""What `kmp.LossScaleOptimizer` may be built from, and what its methods take."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+from keras import ops
 
 from kmp import _backend
-from kmp._backend.types import Variable
+from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import is_number
-from kmp.scaling import rules as scaling
+from kmp.scaling import rules
 from kmp.scaling.rules import DynamicLossScale, LossScale, NoOpLossScale
+from kmp.scaling.telemetry import Telemetry
 
 
 def choose_rule(loss_scale: Any, initial_scale: Any, growth_interval: Any) -> LossScale:
@@ -24,35 +26,11 @@ def choose_rule(loss_scale: Any, initial_scale: Any, growth_interval: Any) -> Lo
                 f"Received: loss_scale={loss_scale!r} and {given}. Write "
                 "loss_scale=kmp.DynamicLossScale(initial_scale=..., growth_interval=...)."
             )
-        return scaling.get(loss_scale)
+        return rules.get(loss_scale)
     if is_number(initial_scale):  # Keras's argument knows no bounds: it moves them
         given["min_scale"] = min(DynamicLossScale.min_scale, initial_scale)
         given["max_scale"] = max(DynamicLossScale.max_scale, initial_scale)
     return DynamicLossScale(**given)
-
-
-def make_inner(optimizer: Any, arguments: dict[str, Any]) -> Any:
-    """Return the optimizer that `kmp.scaled` was given, as an instance."""
-    if isinstance(optimizer, type):
-        inner = optimizer(**arguments)
-    elif isinstance(optimizer, str):
-        inner = keras.optimizers.get({"class_name": optimizer, "config": arguments})
-    elif arguments:
-        raise ValueError(
-            "Arguments of the optimizer go with its class or name. Received: an optimizer "
-            f"{type(optimizer).__name__} that has its own, and {sorted(arguments)}. "
-            "Write kmp.scaled(keras.optimizers.Adam, learning_rate=1e-3), or set them on the "
-            "instance."
-        )
-    else:
-        inner = keras.optimizers.get(optimizer)
-    if getattr(inner, "loss_scale_factor", None) is not None:
-        raise ValueError(
-            "`optimizer` must not scale the loss itself. Received: "
-            f"loss_scale_factor={inner.loss_scale_factor}. Leave loss_scale_factor out and write "
-            f"kmp.scaled({type(inner).__name__}, loss_scale={inner.loss_scale_factor}, ...)."
-        )
-    return inner
 
 
 def checked_inner(optimizer: Any) -> Any:
@@ -137,3 +115,104 @@ def _float16_in(variables: Sequence[Variable]) -> str | None:
             return variable.path
     policy = keras.config.dtype_policy()
     return f"the policy {policy.name!r}" if policy.compute_dtype == "float16" else None
+
+
+def needed_to_build(variables: Sequence[Variable] | None) -> list[Variable]:
+    """Return the variables to build an optimizer with, or raise ValueError if there are none."""
+    if variables is None:
+        raise ValueError(
+            "`apply` needs `trainable_variables` when the optimizer is not built yet. Call "
+            "optimizer.build(model.trainable_variables) first, or pass them."
+        )
+    return list(variables)
+
+
+def check_stateless(optimizer: Any, values: Sequence[Tensor]) -> None:
+    """Raise ValueError unless there is one value for each of the optimizer's variables."""
+    if not optimizer.built or len(values) != len(optimizer.variables):
+        raise ValueError(
+            "`optimizer_variables` must hold one value for each of optimizer.variables. Received: "
+            f"{len(values)} values for {len(optimizer.variables)} variables "
+            f"(built={optimizer.built}). Write optimizer.build(model.trainable_variables) and "
+            "[v.value for v in optimizer.variables] before the loop."
+        )
+
+
+def telemetry_of(optimizer: Any, method: str) -> Telemetry:
+    """Return the measurements of an optimizer, or raise ValueError if it has none."""
+    if optimizer.telemetry is None:
+        raise ValueError(
+            f"`{method}` needs an optimizer that is built and measures. Received: "
+            f"built={optimizer.built}, measure_gradients={optimizer.measure_gradients}. Call "
+            "optimizer.build(model.trainable_variables) first, and leave measure_gradients=False "
+            "out."
+        )
+    return optimizer.telemetry
+
+
+def refuse_complex(variables: Sequence[Variable]) -> None:
+    """Raise ValueError for complex variables, whose gradients Keras's optimizers get wrong.
+
+    Adam, for one, squares them, where the square of the absolute value is meant.
+    """
+    for variable in variables:
+        if "complex" in str(variable.dtype):
+            raise ValueError(
+                f"The variables of an optimizer must be real. Received: {_name(variable)!r} of "
+                f"dtype {variable.dtype}. Write two float variables, for the real part and the "
+                "imaginary part, and join them by keras.ops.view_as_complex in `call`."
+            )
+
+
+def refuse_unknown(variables: Sequence[Variable], known: Callable[[Variable], bool]) -> None:
+    """Raise ValueError for a variable that the optimizer was not built with."""
+    for variable in variables:
+        if not known(variable):
+            raise ValueError(
+                "`apply` takes the variables that the optimizer was built with. Received: "
+                f"{_name(variable)!r}, which is not one of them. Give each model an optimizer of "
+                "its own, and build it after the last layer is there."
+            )
+
+
+def checked_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> list[Gradient]:
+    """Return `grads` as tensors of floats, `tf.IndexedSlices` or None, one for each variable.
+
+    Lists, NumPy arrays and integers, which are gradients too, become tensors of the dtype of their
+    variable: loss scaling divides floats alone.
+
+    Raises:
+        ValueError: if there is not one for each variable, none at all, or one of another shape.
+    """
+    if len(grads) != len(variables):
+        raise ValueError(
+            "`grads` must hold one gradient (or None) for each variable. Received: "
+            f"{len(grads)} gradients for {len(variables)} variables."
+        )
+    if all(g is None for g in grads):
+        raise ValueError(
+            "No gradients provided for any variable. Is the loss computed from the model's "
+            "outputs, and does `compile` have a `loss`?"
+        )
+    return [_checked(g, v) for g, v in zip(grads, variables, strict=True)]
+
+
+def _checked(gradient: Any, variable: Variable) -> Gradient:
+    if gradient is None or _backend.gradient_values(gradient) is not gradient:  # sparse
+        return gradient
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    if not hasattr(gradient, "dtype"):
+        gradient = ops.convert_to_tensor(gradient, dtype)
+    elif not keras.backend.is_float_dtype(keras.backend.standardize_dtype(gradient.dtype)):
+        gradient = ops.cast(gradient, dtype)
+    if tuple(gradient.shape) != tuple(variable.shape) and None not in gradient.shape:
+        raise ValueError(
+            "A gradient must have the shape of its variable. Received: a gradient of shape "
+            f"{tuple(gradient.shape)} for {_name(variable)!r} of shape {tuple(variable.shape)}. "
+            "Are `grads` and `trainable_variables` in the same order?"
+        )
+    return gradient
+
+
+def _name(variable: Variable) -> str:
+    return getattr(variable, "path", variable.name)  # TensorFlow's own have no path

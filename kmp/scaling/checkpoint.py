@@ -1,12 +1,12 @@
-"""The optimizer's state in files, and in the terms of the peers it is exchanged with.
+"""The optimizer's state in files.
 
-kmp stores its own variables by name and leaves the inner optimizer's to Keras, which stores them
-beside: once, where Keras's LossScaleOptimizer stores them twice. What is read is checked as a whole
-before anything is written, so that a wrong file leaves the live state as it was.
+kmp stores its own variables by name, and a description of the rule and of the inner optimizer. The
+inner optimizer's variables are left to Keras, which stores them beside. A file is checked as a
+whole before anything is written, so that a wrong one leaves the live state as it was.
 """
 
-import dataclasses
 import functools
+import json
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -15,29 +15,25 @@ import keras
 import numpy as np
 
 from kmp._backend.types import Variable
-from kmp._common import number, scale_number, whole_number
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _INNER_SIZES = "inner_sizes"
+_LAYOUT = "layout"  # older files have the sizes alone
 # Keras's class numbers its variables: these, then the inner optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 _UNBUILT = ("iteration", "learning_rate")  # what an optimizer has before it is built
 # The others are of measuring, or dropping whole windows: that may have been switched on since.
 _REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
-_GRAD_SCALER_KEYS = (
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "_growth_tracker",
-)
+_COUNTERS = ("iteration", "step_counter", "skipped_steps", "consecutive_skips")
 
 
 def save_own_variables(optimizer: Any, store: Any) -> None:
-    """Store the wrapper's variables by name, and the sizes of the inner optimizer's."""
+    """Store the wrapper's variables by name, and what the inner optimizer's are."""
     for variable in optimizer.own_variables:
         store[variable.name] = variable.numpy()
     store[_INNER_SIZES] = _sizes(optimizer.inner_optimizer.variables)
+    text = json.dumps({"rule": _rule_name(optimizer.loss_scale), "slots": _slots(optimizer)})
+    store[_LAYOUT] = np.frombuffer(text.encode(), "uint8")
 
 
 def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
@@ -59,15 +55,11 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
     own = {v.name: v for v in optimizer.own_variables}
     inner = optimizer.inner_optimizer.variables
     if "dynamic_scale" in keys:
+        layout = _checked_layout(optimizer, store)
         values = [(v, store[name]) for name, v in own.items() if name in keys]
-        missing = _REQUIRED - keys
-        if missing:
-            raise ValueError(
-                f"The stored optimizer state is incomplete: {sorted(missing)} missing."
-            )
-        stored, live = np.asarray(store[_INNER_SIZES]).tolist(), _sizes(inner).tolist()
-        if stored != live:
-            raise _mismatch(optimizer, f"{len(stored)} variables of other sizes", len(live))
+        if layout.get("rule", _rule_name(optimizer.loss_scale)) != _rule_name(optimizer.loss_scale):
+            # The rules count differently: one up to its next growth, another down to its next look.
+            values.append((own["step_counter"], 0))
     elif len(keys) == len(inner):
         values = [(v, store[str(i)]) for i, v in enumerate(inner)]
     elif len(keys) == len(_KERAS_OWN) + len(inner):
@@ -84,45 +76,52 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
     _assign_all(optimizer, values)
 
 
-def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
-    """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` gives it."""
-    rule = optimizer.loss_scale
-    return {
-        "scale": float(optimizer.scale_variable.numpy()),
-        "growth_factor": getattr(rule, "growth_factor", 1.0),
-        "backoff_factor": getattr(rule, "backoff_factor", 1.0),
-        "growth_interval": getattr(rule, "growth_interval", 2**31 - 1),
-        "_growth_tracker": int(optimizer.step_counter.numpy()),
-    }
+def _rule_name(rule: Any) -> str:
+    return type(rule).__name__
 
 
-def load_grad_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Take over scale, counter and rule from a GradScaler's dictionary; see `grad_scaler_state`."""
-    if not isinstance(state, Mapping) or set(state) != set(_GRAD_SCALER_KEYS):
+def _slots(optimizer: Any) -> list[list[Any]]:
+    """Name and shape of each variable of the inner optimizer.
+
+    A slot's name, such as "velocity", follows the path of its variable, which another instance of
+    the same model may have numbered differently: the path is left out.
+    """
+    prefixes = [path.replace("/", "_") + "_" for path in optimizer.variable_paths]
+
+    def slot_of(variable: Variable) -> str:
+        found = [variable.name[len(x) :] for x in prefixes if variable.name.startswith(x)]
+        return min(found, key=len, default=variable.name)
+
+    return [[slot_of(v), *map(int, v.shape)] for v in optimizer.inner_optimizer.variables]
+
+
+def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
+    """The description in a file of kmp's, if it has one and the optimizer is as it says."""
+    missing = {*_REQUIRED, _INNER_SIZES} - set(store.keys())
+    if missing:
+        raise ValueError(f"The stored optimizer state is incomplete: {sorted(missing)} missing.")
+    negative = [name for name in _COUNTERS if np.any(np.asarray(store[name]) < 0)]
+    if negative:
         raise ValueError(
-            f"`state` must be a dictionary with the keys {_GRAD_SCALER_KEYS}, as "
-            "torch.amp.GradScaler.state_dict() returns it. Received: "
-            f"{sorted(state) if isinstance(state, Mapping) else type(state).__name__}."
+            f"The stored optimizer state is damaged: a counter is negative. Received: {negative}. "
+            "Load another checkpoint."
         )
-    if not isinstance(optimizer.loss_scale, DynamicLossScale) or not optimizer.built:
-        raise ValueError(
-            "A GradScaler's state goes into a built optimizer with a dynamic loss scale. Received: "
-            f"built={optimizer.built}, loss_scale={optimizer.loss_scale}. Write "
-            'kmp.scaled(..., loss_scale="dynamic") and optimizer.build(model.trainable_variables).'
-        )
-    scale = scale_number("scale", state["scale"], "the GradScaler state")
-    tracker = number("_growth_tracker", state["_growth_tracker"], "the GradScaler state")
-    tracker = whole_number("_growth_tracker + 1", tracker + 1, "the GradScaler state") - 1
-    optimizer.loss_scale = dataclasses.replace(
-        optimizer.loss_scale,
-        growth_factor=state["growth_factor"],
-        backoff_factor=state["backoff_factor"],
-        growth_interval=state["growth_interval"],
-        min_scale=min(optimizer.loss_scale.min_scale, scale),
-        max_scale=max(optimizer.loss_scale.max_scale, scale),
-    )
-    optimizer.scale_variable.assign(scale)
-    optimizer.step_counter.assign(tracker)
+    stored = np.asarray(store[_INNER_SIZES]).tolist()
+    live = _sizes(optimizer.inner_optimizer.variables).tolist()
+    if stored != live:
+        raise _mismatch(optimizer, f"{len(stored)} variables of other sizes", len(live))
+    if _LAYOUT not in set(store.keys()):
+        return {}
+    layout = json.loads(bytes(np.asarray(store[_LAYOUT], "uint8")).decode())
+    for stored_slot, live_slot in zip(layout["slots"], _slots(optimizer), strict=True):
+        if stored_slot != live_slot:
+            raise _mismatch(
+                optimizer,
+                f"{stored_slot[0]!r} of shape {tuple(stored_slot[1:])} where this one has "
+                f"{live_slot[0]!r} of shape {tuple(live_slot[1:])}",
+                len(live),
+            )
+    return layout
 
 
 def _sizes(variables: list[Variable]) -> np.ndarray:
@@ -166,7 +165,7 @@ def _sizes_before_first_step(store: Mapping[str, Any]) -> list[int] | None:
     """
     keys = set(store.keys())
     if _INNER_SIZES in keys:
-        built = not keys <= {_INNER_SIZES, *_UNBUILT}
+        built = not keys <= {_INNER_SIZES, _LAYOUT, *_UNBUILT}
         return None if built else np.asarray(store[_INNER_SIZES]).tolist()
     if "0" not in keys or len(keys) > 2 * len(_UNBUILT) or any(np.shape(store[k]) for k in keys):
         return None

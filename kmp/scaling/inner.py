@@ -1,66 +1,166 @@
-"""What the loss-scaling wrapper does not decide itself, the inner optimizer answers."""
+"""What the loss-scaling wrapper leaves to the optimizer inside it, and to its accumulation."""
 
-import contextlib
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
 from keras import ops
 
-# What Keras's base class would answer for itself although the inner optimizer decides it.
-_INNER_SETTINGS = (
-    "weight_decay",
-    "clipnorm",
-    "global_clipnorm",
-    "clipvalue",
-    "use_ema",
-    "ema_momentum",
-    "ema_overwrite_frequency",
-    "gradient_accumulation_steps",
+from kmp._backend.types import Gradient, Tensor, Variable
+from kmp._keras.optimizer import (
+    BaseLossScaleOptimizer,
+    accumulators_of,
+    own_the_averages,
+    stateless_apply_of_base,
+    steps_of,
 )
 
+ON_OVERFLOW = ("drop_micro_batch", "drop_window")
 
-class ForwardsToInner:
-    """Mixin of an optimizer with an `inner_optimizer`: unknown attributes and settings are its.
+T = TypeVar("T")
+
+
+class InnerSetting(Generic[T]):
+    """A setting that is read from, and written to, the inner optimizer.
 
     Keras's LossScaleOptimizer answers `clipnorm` with None and `use_ema` with False whatever the
-    inner optimizer does, and ignores `exclude_from_weight_decay`.
+    inner optimizer does.
+
+    Args:
+        neutral: what Keras's base class reads while it builds itself: averages and accumulators
+            are the inner optimizer's.
     """
 
-    inner_optimizer: Any
+    def __init__(self, neutral: T):
+        self._neutral = neutral
 
-    def _forward_settings(self) -> None:
-        for setting in _INNER_SETTINGS:
-            self.__dict__.pop(setting, None)  # from here on __getattr__ answers
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
-    @contextlib.contextmanager
-    def _settings_of_a_bare_base(self):
-        """Within, Keras's `build` makes no averages and accumulators: they are the inner's."""
-        self.__dict__.update(use_ema=False, gradient_accumulation_steps=None)
+    @overload
+    def __get__(self, optimizer: None, owner: type) -> "InnerSetting[T]": ...
+    @overload
+    def __get__(self, optimizer: Any, owner: type) -> T: ...
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        if optimizer is None:
+            return self
+        if not _has_inner(optimizer) or optimizer.builds_base:
+            return self._neutral
+        return getattr(optimizer.inner_optimizer, self._name)
+
+    def __set__(self, optimizer: Any, value: T) -> None:
+        if _has_inner(optimizer):  # Keras's constructor sets its own defaults before
+            setattr(optimizer.inner_optimizer, self._name, value)
+
+
+def _has_inner(optimizer: Any) -> bool:
+    return "inner_optimizer" in vars(optimizer)
+
+
+class WrapsInner(BaseLossScaleOptimizer):
+    """Keras's LossScaleOptimizer, as far as it leaves things to its inner optimizer; mended.
+
+    Attributes:
+        builds_base: True while Keras's base class builds itself.
+    """
+
+    weight_decay = InnerSetting[float | None](None)
+    clipnorm = InnerSetting[float | None](None)
+    global_clipnorm = InnerSetting[float | None](None)
+    clipvalue = InnerSetting[float | None](None)
+    use_ema = InnerSetting[bool](False)
+    ema_momentum = InnerSetting[float](0.99)
+    ema_overwrite_frequency = InnerSetting[int | None](None)
+    gradient_accumulation_steps = InnerSetting[int | None](None)
+    builds_base = False
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        # Keras's class builds the inner optimizer with tracking switched off, and so loses what
+        # that tracks by assigning it: Nadam's product of momenta, which is then never carried on.
+        self.inner_optimizer.build(var_list)
+        self.builds_base = True
         try:
-            yield
+            super().build(var_list)
         finally:
-            self._forward_settings()
+            self.builds_base = False
 
-    def __getattr__(self, name: str) -> Any:
-        inner = self.__dict__.get("inner_optimizer")
-        if inner is None or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(inner, name)
+    def add_counter(
+        self, name: str, shape: tuple[int, ...] = (), dtype: str = "float32"
+    ) -> Variable:
+        """Create a variable of the wrapper that begins at zero."""
+        return self.add_variable(
+            shape=shape, dtype=dtype, initializer=_zeros, aggregation="none", name=name
+        )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _INNER_SETTINGS and "inner_optimizer" in self.__dict__:
-            setattr(self.inner_optimizer, name, value)
-        else:
-            super().__setattr__(name, value)
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence[Tensor],
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """`apply` as a pure function, for JAX.
 
-    def finalize_variable_values(self, var_list: list[Any]) -> None:
+        Args:
+            optimizer_variables: values of `optimizer.variables`.
+            grads: gradients of the scaled loss.
+            trainable_variables: values of the variables that the optimizer was built with.
+
+        Returns:
+            `(trainable_variables, optimizer_variables)` after the step.
+        """
+        return stateless_apply_of_base(self, optimizer_variables, grads, trainable_variables)
+
+    def finalize_variable_values(self, var_list: list[Variable]) -> None:
         """At the end of `fit`: write the moving averages of the weights, if any, into them."""
         self.inner_optimizer.finalize_variable_values(var_list)
-        if self.inner_optimizer.use_ema:
-            # On JAX both would share one buffer, which the next `fit` cannot donate twice.
-            for average in self.inner_optimizer._model_variables_moving_average:
-                if average is not None:
-                    average.assign(ops.copy(average.value))
+        own_the_averages(self.inner_optimizer)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Keep variables from weight decay; see `keras.optimizers.Optimizer`."""
         self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+
+class DroppedWindow:
+    """`on_overflow="drop_window"`: one overflow discards the whole window; its boundary stays.
+
+    What was accumulated is cleared, `iterations` returns to the beginning of the window, and the
+    micro-batches that are left in the window do not count, as with `torch.amp.GradScaler` when
+    `step` is called once for several `backward`.
+
+    Args:
+        inner: a built Keras optimizer that accumulates gradients.
+        add: creates a variable of the optimizer.
+
+    Attributes:
+        position: int32[], micro-batches of this window so far.
+        dropped: int32[], 1 if one of them has overflowed.
+    """
+
+    def __init__(self, inner: Any, add: Callable[..., Variable]):
+        self._inner = inner
+        self._length = int(inner.gradient_accumulation_steps)
+        self.position = add("window_position", dtype="int32")
+        self.dropped = add("window_dropped", dtype="int32")
+
+    def admits(self) -> Tensor:
+        """bool[]: whether no micro-batch of this window has overflowed so far."""
+        return ops.equal(self.dropped, 0)
+
+    def record(self, finite: Tensor) -> None:
+        """Clear the window after an overflow, and move on to the next micro-batch."""
+        overflow = ops.logical_not(finite)
+        for accumulator in accumulators_of(self._inner):
+            value = ops.convert_to_tensor(accumulator)
+            accumulator.assign(ops.where(overflow, ops.zeros_like(value), value))
+        iterations = ops.convert_to_tensor(steps_of(self._inner))
+        start = iterations - iterations % self._length
+        steps_of(self._inner).assign(ops.where(overflow, start, iterations))
+        dropped = ops.logical_or(overflow, ops.logical_not(self.admits()))
+        position = (ops.convert_to_tensor(self.position) + 1) % self._length
+        self.position.assign(position)
+        self.dropped.assign(ops.cast(ops.logical_and(dropped, position > 0), "int32"))
+
+
+def _zeros(shape: Sequence[int], dtype: str) -> Tensor:
+    """Zeros that come from the host, where Keras's are a program for each shape on JAX."""
+    return ops.convert_to_tensor(np.zeros(shape, dtype))

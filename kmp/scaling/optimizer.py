@@ -1,7 +1,7 @@
 """The optimizer that `model.compile` takes: loss scaling around any Keras optimizer."""
 
 import copy
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,78 +11,31 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice
-from kmp.health import measure as health
-from kmp.scaling import checkpoint
-from kmp.scaling import rules as scaling
-from kmp.scaling.arguments import (
-    checked_inner,
-    choose_rule,
-    make_inner,
-    portable_config,
-    refuse_float16_on_tpu,
-    warn_of_unscaled_float16,
-    warn_of_unscaled_loss,
-)
-from kmp.scaling.gradients import checked_gradients, refuse_complex, refuse_unknown
+from kmp._keras import optimizer as keras_optimizer
+from kmp.health.report import GradientReport, read_report
+from kmp.precision.trees import all_finite
+from kmp.scaling import arguments, checkpoint, grad_scaler
+from kmp.scaling.inner import ON_OVERFLOW, DroppedWindow, WrapsInner
 from kmp.scaling.rules import NoOpLossScale, ScaleState, StaticLossScale
-from kmp.scaling.step import ScaledStep
-from kmp.scaling.trees import all_finite
-from kmp.scaling.window import ON_OVERFLOW, DroppedWindow
-
-_SCALE_OF_1 = StaticLossScale(1.0)
-
-
-def scaled(
-    optimizer: Any,
-    loss_scale: Any = "dynamic",
-    *,
-    on_overflow: str = "drop_micro_batch",
-    **optimizer_arguments,
-) -> Any:
-    """Wrap an optimizer in loss scaling, ready for `model.compile`.
-
-    Args:
-        optimizer: a `keras.optimizers.Optimizer` class, instance, name or config.
-        loss_scale: `"dynamic"`, `"none"`, a positive number (static), or a strategy such as
-            `kmp.DynamicLossScale(growth_interval=500)`.
-        on_overflow: what an overflow costs under gradient accumulation; see
-            `kmp.LossScaleOptimizer`.
-        **optimizer_arguments: what the optimizer's constructor takes, with a class or a name.
-
-    Returns:
-        `kmp.LossScaleOptimizer`.
-
-    Raises:
-        ValueError: if the optimizer scales losses itself, if `loss_scale` names no strategy, or if
-            arguments come with an optimizer that is already built from others.
-
-    Example:
-
-    >>> optimizer = scaled("sgd", learning_rate=0.5, momentum=0.9)
-    >>> optimizer.inner_optimizer.momentum
-    0.9
-    """
-    inner = make_inner(optimizer, optimizer_arguments)
-    rule = scaling.get(loss_scale)  # here None is no default: it may mean either
-    return LossScaleOptimizer(inner, loss_scale=rule, on_overflow=on_overflow)
+from kmp.scaling.step import Counters, ScaledStep, plan_for
+from kmp.scaling.telemetry import Telemetry
 
 
 @keras.saving.register_keras_serializable(package="kmp")
-class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(WrapsInner):
     """Scales the loss, checks the gradients, and lets a step happen wholly or not at all.
 
     In each step:
 
     ```
-    gradients, measured together  = gradients / scale       the scale that the loss was given
-    all finite:    inner_optimizer.apply(gradients)
+    true gradients = gradients / scale          the scale that the loss was multiplied with
+    all finite:    inner_optimizer.apply(true gradients)
     otherwise:     nothing is written: no weight, slot, iteration, average or accumulator
     scale          = loss_scale.next(scale, finite)
     ```
 
-    A drop-in for `keras.optimizers.LossScaleOptimizer`; unlike it, the scale keeps a floor and a
-    ceiling, and the state tells what happened. Attributes and settings that it does not have
-    itself are those of the inner optimizer.
+    A drop-in for `keras.optimizers.LossScaleOptimizer` whose scale has a floor and a ceiling, and
+    whose state tells what happened. Settings such as `clipnorm` are those of the inner optimizer.
 
     Args:
         inner_optimizer: `keras.optimizers.Optimizer` instance (or its name or config).
@@ -91,20 +44,19 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         name: str.
         loss_scale: `"dynamic"`, `"none"`, a positive number or a strategy; not together with the
             two arguments above. See `kmp.scaled`.
-        on_overflow: under gradient accumulation, `"drop_micro_batch"` leaves the overflowing
-            micro-batch out and the window takes one more in its place (as Keras), or
+        on_overflow: what an overflow costs under gradient accumulation. `"drop_micro_batch"` leaves
+            the overflowing micro-batch out, and the window takes one more in its place (as Keras).
             `"drop_window"` discards the whole window and keeps its boundary (as PyTorch).
         measure_gradients: bool, whether steps are measured; see `gradient_report()`.
         **kwargs: the base optimizer's arguments at their defaults, as Keras allows in old configs.
 
     Attributes:
-        dynamic_scale: float32[], the scale of the next step.
         step_counter: int[], finite steps in a row since the scale last moved.
-        steps: int32[], training steps so far, skipped ones included.
         skipped_steps: int32[], steps so far that were skipped.
         consecutive_skips: int32[], skipped steps in a row up to now.
-        gradient_health: float32[num_variables, 5] or None; see `gradient_report()`.
-        variable_paths: the path of the variable in each row of it.
+        variable_paths: the path of the variable in each row of the measurements.
+        measures_details: bool, whether steps that are compiled from now on measure weights,
+            updates and exponents too.
         scale_was_read: bool, whether anything has asked for the scale so far. A training step that
             never does forgets to scale its loss.
 
@@ -122,7 +74,7 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
     >>> float(model.optimizer.dynamic_scale), int(model.optimizer.skipped_steps)
     (1024.0, 0)
 
-    Source: Micikevicius et al. 2018; skip and rescale as in torch.amp.GradScaler.
+    Source: Micikevicius et al. 2018; torch.amp.GradScaler.
     """
 
     def __init__(
@@ -135,22 +87,24 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         loss_scale: Any = None,
         on_overflow: str = "drop_micro_batch",
         measure_gradients: bool = True,
-        **kwargs,
+        **kwargs: Any,
     ):
-        rule = choose_rule(loss_scale, initial_scale, dynamic_growth_steps)
-        inner_optimizer = checked_inner(inner_optimizer)
+        rule = arguments.choose_rule(loss_scale, initial_scale, dynamic_growth_steps)
+        inner_optimizer = arguments.checked_inner(inner_optimizer)
         super().__init__(inner_optimizer, float(rule.init().scale), name=name, **kwargs)
         self.loss_scale = rule
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
         self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
         self.measure_gradients = bool(measure_gradients)
         self.scale_was_read, self._warned_of_unscaled_loss = False, False
-        self._forward_settings()
+        self.telemetry: Telemetry | None = None
+        self.measures_details = False
+        self.window: DroppedWindow | None = None
 
     @property
     def steps(self) -> Variable:
         """Training steps so far, skipped ones included; `iterations` counts the applied ones."""
-        return self._iterations
+        return keras_optimizer.steps_of(self)
 
     @property
     def dynamic_scale(self) -> Variable:
@@ -163,55 +117,70 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         self.scale_variable = variable
 
     @property
-    def loss_scale_matters(self) -> bool:
-        """Whether gradients are divided by anything but 1."""
-        return not (isinstance(self.loss_scale, NoOpLossScale) or self.loss_scale == _SCALE_OF_1)
-
-    @property
-    def present_state(self) -> ScaleState:
-        """The loss scale's state as tensors. Who asks here is not taken to scale the loss by it."""
-        return self._state
-
-    @property
     def scale_state(self) -> ScaleState:
         """The loss scale's state as tensors, to read or to hand to `loss_scale`."""
         self.scale_was_read = True
-        return self._state
+        return self.scaled_step.counters.state
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether gradients are divided by anything but 1."""
+        return not isinstance(self.loss_scale, NoOpLossScale) and self.loss_scale != _SCALE_OF_1
+
+    @property
+    def gradient_health(self) -> Variable | None:
+        """float32[num_variables, 5], the measurements; None if steps are not measured."""
+        return self.telemetry and self.telemetry.health
+
+    @property
+    def own_variables(self) -> list[Variable]:
+        """The wrapper's variables, without those of the inner optimizer."""
+        return keras_optimizer.own_variables_of(self)
 
     def build(self, var_list: Sequence[Variable]) -> None:
         if self.built:
             return
         var_list = list(var_list)
-        refuse_complex(var_list)
-        warn_of_unscaled_float16(self.loss_scale, var_list)
-        refuse_float16_on_tpu(var_list)
-        # Keras's wrapper builds the inner optimizer with tracking switched off, and so loses what
-        # that tracks by assigning it: Nadam's product of momenta, which is then never carried on.
-        self.inner_optimizer.build(var_list)
+        arguments.refuse_complex(var_list)
+        arguments.warn_of_unscaled_float16(self.loss_scale, var_list)
+        arguments.refuse_float16_on_tpu(var_list)
         scale_was_read = self.scale_was_read
-        with self._settings_of_a_bare_base():
-            super().build(var_list)
+        super().build(var_list)
         self.scale_was_read = scale_was_read  # TensorFlow's tracking reads what is set
         self.variable_paths = tuple(getattr(v, "path", v.name) for v in var_list)
-        self._sizes = tuple(math.prod(v.shape) for v in var_list)
-        self.skipped_steps = self._add("skipped_steps", dtype="int32")
-        self.consecutive_skips = self._add("consecutive_skips", dtype="int32")
-        self._window = None
-        if self.on_overflow == "drop_window" and self.inner_optimizer.gradient_accumulation_steps:
-            self._window = DroppedWindow(self)
-        self._build_measurements(len(var_list))
+        self.skipped_steps = self.add_counter("skipped_steps", dtype="int32")
+        self.consecutive_skips = self.add_counter("consecutive_skips", dtype="int32")
+        counters = Counters(
+            scale=self.scale_variable,
+            finite_steps=self.step_counter,
+            overflows=self.consecutive_skips,
+            skipped_steps=self.skipped_steps,
+            steps=self.steps,
+            loss_nonfinite=self.add_counter("loss_nonfinite"),
+        )
+        if self.measure_gradients:
+            self.telemetry = Telemetry(self.add_counter, len(var_list))
+        if self.on_overflow == "drop_window" and self.gradient_accumulation_steps:
+            self.window = DroppedWindow(self.inner_optimizer, self.add_counter)
+        max_abs = getattr(self.loss_scale, "reads_max_abs", False)
+        plan = plan_for(var_list, self.inner_optimizer, self.measure_gradients, max_abs)
+        row_of = functools.partial(keras_optimizer.row_of, self)
+        self.scaled_step = ScaledStep(
+            self.inner_optimizer, var_list, row_of, plan, counters, self.telemetry, self.window
+        )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the present scale, in at least float32.
 
-        On TensorFlow and PyTorch it also notes whether the loss is finite: if not, and its
-        gradients therefore are not either, the scale, which is not to blame, stays.
+        On TensorFlow and PyTorch it also notes whether the loss is finite: if not, the scale stays.
         """
         self.scale_was_read = True
-        if self.built:
-            _backend.note_loss(self.loss_nonfinite, ops.logical_not(all_finite(loss)))
-        state = self._state if self.built else self.loss_scale.init()
-        return self.loss_scale.scale(loss, state)
+        if not self.built:
+            return self.loss_scale.scale(loss, self.loss_scale.init())
+        _backend.note_loss(
+            self.scaled_step.counters.loss_nonfinite, ops.logical_not(all_finite(loss))
+        )
+        return self.loss_scale.scale(loss, self.scaled_step.counters.state)
 
     def apply(
         self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None
@@ -219,7 +188,7 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         """Update the variables, or nothing if any gradient is not finite.
 
         Args:
-            grads: gradients of the *scaled* loss; tensors, arrays, `tf.IndexedSlices` or None.
+            grads: gradients of the *scaled* loss: tensors, arrays, `tf.IndexedSlices` or None.
             trainable_variables: their variables; those of `build` if left out.
 
         Raises:
@@ -230,45 +199,18 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         if not grads:
             return
         if not self.built:
-            if trainable_variables is None:
-                raise ValueError(
-                    "`apply` needs `trainable_variables` when the optimizer is not built yet. "
-                    "Call optimizer.build(model.trainable_variables) first, or pass them."
-                )
-            self.build(list(trainable_variables))
-        variables = list(trainable_variables or self._trainable_variables)
-        refuse_unknown(variables, lambda v: self._var_key(v) in self._trainable_variables_indices)
-        grads = checked_gradients(grads, variables)
-        if self.loss_scale_matters and not (self.scale_was_read or self._warned_of_unscaled_loss):
+            self.build(arguments.needed_to_build(trainable_variables))
+        variables = list(trainable_variables or self.scaled_step.variables)
+        arguments.refuse_unknown(variables, lambda v: self.scaled_step.row_of(v) >= 0)
+        grads = arguments.checked_gradients(grads, variables)
+        if self.divides_gradients and not (self.scale_was_read or self._warned_of_unscaled_loss):
             self._warned_of_unscaled_loss = True
-            warn_of_unscaled_loss()
-        if not _backend.step_on_replicas(self, grads, variables):
-            self.step(grads, variables)
-
-    def loss_was_not_finite(self, before: ScaleState, nonfinite: Tensor) -> None:
-        """Take back what the last step did to the scale, if its loss was not finite.
-
-        The scale is not to blame for the gradients of such a loss. On TensorFlow and PyTorch
-        `scale_loss` notes it in time; on JAX, where the loss is scaled inside a pure function,
-        `kmp.protect` calls this after the step.
-
-        Args:
-            before: the state of the scale before the step; see `present_state`.
-            nonfinite: bool[], whether the step was skipped and its loss was not finite.
-        """
-        now = self.present_state
-        fewer = ops.minimum(before.finite_steps, now.finite_steps)
-        steps = ops.where(nonfinite, fewer, now.finite_steps)
-        self.scale_variable.assign(ops.where(nonfinite, before.scale, now.scale))
-        self.step_counter.assign(ops.cast(steps, self.step_counter.dtype))
-        if self.gradient_health is not None:
-            events = ops.convert_to_tensor(self.overflow_events)
-            self.overflow_events.assign(health.mark_loss(events, nonfinite))
+            arguments.warn_of_unscaled_loss()
+        step = functools.partial(self.scaled_step.run, self.loss_scale, self.measures_details)
+        _backend.run_step(step, grads, variables)
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Tensor], loss: Tensor) -> Tensor:
-        """`scale_loss` as a pure function, for JAX.
-
-        `scale_loss` alone would bake the scale of the moment of tracing into the compiled step.
+        """`scale_loss` as a pure function, for JAX; `scale_loss` would compile the scale in.
 
         Args:
             optimizer_variables: values of `optimizer.variables`, those that the same step hands to
@@ -281,41 +223,45 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: if the optimizer is not built, or there is not one value a variable.
         """
-        if not self.built or len(optimizer_variables) != len(self.variables):
-            raise ValueError(
-                "`optimizer_variables` must hold one value for each of optimizer.variables. "
-                f"Received: {len(optimizer_variables)} values for {len(self.variables)} variables "
-                f"(built={self.built}). Write optimizer.build(model.trainable_variables) and "
-                "[v.value for v in optimizer.variables] before the loop."
-            )
+        arguments.check_stateless(self, optimizer_variables)
         mapping = list(zip(self.variables, optimizer_variables, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
             return self.scale_loss(loss)
 
-    def stateless_apply(
-        self,
-        optimizer_variables: Sequence[Tensor],
-        grads: Sequence[Gradient],
-        trainable_variables: Sequence[Tensor],
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """`apply` as a pure function, for JAX.
+    def sample_gradients(self, update_freq: int, *, and_at: int = 0, details: bool = True) -> None:
+        """Choose how often to measure, before the step is compiled.
 
         Args:
-            optimizer_variables: values of `optimizer.variables`.
-            grads: gradients of the scaled loss.
-            trainable_variables: values of the variables that the optimizer was built with.
+            update_freq: int >= 1, training steps between two measurements of levels and details.
+                The levels of the first 100 steps and of overflows are measured anyway.
+            and_at: int, one more step to measure, by its number in training, counted from 1.
+            details: bool, whether to measure weights, updates and exponents too, on samples of at
+                most 4,096 numbers a variable.
 
-        Returns:
-            `(trainable_variables, optimizer_variables)` after the step.
+        Raises:
+            ValueError: if the optimizer is not built or does not measure.
         """
-        # Keras's own loss scaling branches here; its base class runs `apply` in a stateless scope.
-        base: Any = super(keras.optimizers.LossScaleOptimizer, self)
-        return base.stateless_apply(optimizer_variables, grads, trainable_variables)
+        arguments.telemetry_of(self, "sample_gradients").sample(update_freq, and_at)
+        self.measures_details = bool(details)
 
-    @property
-    def own_variables(self) -> list[Variable]:
-        """The wrapper's variables, without those of the inner optimizer."""
-        return list(self._variables)
+    def gradient_report(self) -> GradientReport:
+        """Return what has been measured so far, in one transfer that waits for the device.
+
+        On JAX assign the state that the compiled step returned to `optimizer.variables` first.
+
+        Raises:
+            ValueError: if the optimizer is not built or does not measure.
+
+        Example:
+
+        >>> optimizer = kmp.scaled("sgd", learning_rate=0.5)
+        >>> weight = keras.Variable([1.0, 2.0], name="weight")
+        >>> optimizer.build([weight])
+        >>> optimizer.gradient_report().paths
+        ('weight',)
+        """
+        arguments.telemetry_of(self, "gradient_report")
+        return read_report(self)
 
     def save_own_variables(self, store: Any) -> None:
         checkpoint.save_own_variables(self, store)
@@ -324,24 +270,21 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
         checkpoint.load_own_variables(self, store)
 
     def state(self) -> dict[str, Any]:
-        """Return the loss scale's state in the five keys of `torch.amp.GradScaler.state_dict()`."""
-        return checkpoint.grad_scaler_state(self)
+        """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` does."""
+        return grad_scaler.grad_scaler_state(self)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a GradScaler's `state_dict()`, its rule included.
-
-        Call it before training: a step that is already compiled keeps the rule that it has.
+        """Continue from a GradScaler's `state_dict()`, before training: its rule is compiled in.
 
         Raises:
-            ValueError: if a key or value is not a GradScaler's, or the optimizer is not built or
-                not dynamic. Nothing is changed then.
+            ValueError: if it is not a GradScaler's, or the optimizer is not built or not dynamic.
         """
-        checkpoint.load_grad_scaler_state(self, state)
+        grad_scaler.load_grad_scaler_state(self, state)
 
     def get_config(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "inner_optimizer": portable_config(self.inner_optimizer),
+            "inner_optimizer": arguments.portable_config(self.inner_optimizer),
             "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
             "on_overflow": self.on_overflow,
             "measure_gradients": self.measure_gradients,
@@ -354,3 +297,6 @@ class LossScaleOptimizer(ScaledStep, keras.optimizers.LossScaleOptimizer):
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
         return cls(inner, **config)
+
+
+_SCALE_OF_1 = StaticLossScale(1.0)

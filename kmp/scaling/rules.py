@@ -1,12 +1,11 @@
 """Loss scaling as pure functions: what the scale is, and what it becomes after a step.
 
-The three parts are kept apart. The *rule* is a frozen dataclass with the same four verbs for every
-strategy, the *state* a NamedTuple of tensors, and nothing else remembers anything: all of it works
-eagerly, inside `jax.jit` and inside `tf.function`, in a custom loop or in `kmp.scaled`.
+A *rule* is a frozen dataclass with the same four verbs for every strategy; the *state* is a
+NamedTuple of tensors. Nothing else remembers anything, so all of it works eagerly, inside `jax.jit`
+and `tf.function`, in a custom loop or in `kmp.scaled`.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,8 +13,15 @@ import keras
 from keras import ops
 
 from kmp._backend.types import Tensor, Tree
-from kmp._common import is_number, number, scale_number, whole_number
-from kmp.scaling.trees import multiply
+from kmp._common import (
+    check_factors,
+    check_scales,
+    is_number,
+    number,
+    scale_number,
+    whole_number,
+)
+from kmp.precision.trees import multiply
 
 
 class ScaleState(NamedTuple):
@@ -71,8 +77,7 @@ class _Rule:
     def unscale(self, tree: Tree, state: ScaleState) -> Tree:
         """Return every float leaf times `1 / state.scale`, in at least float32.
 
-        As torch.amp.GradScaler. XLA computes a product again wherever it is needed; a quotient it
-        would keep in memory.
+        XLA computes a product again wherever it is needed; it would keep a quotient in memory.
         """
         return multiply(tree, ops.reciprocal(state.scale))
 
@@ -91,8 +96,7 @@ class _Rule:
 class NoOpLossScale(_Rule):
     """No loss scaling, with the verbs of the others, so that no loop needs an `if`.
 
-    For bfloat16 and float32, whose range is wide enough. float16 loses small gradients without a
-    scale; `kmp.scaled` warns when it is asked for that.
+    For bfloat16 and float32, whose range is wide enough; `kmp.scaled` warns of float16 without one.
 
     Example:
 
@@ -172,11 +176,10 @@ class DynamicLossScale(_Rule):
         growth_factor: float > 1, what the scale is multiplied with when it grows.
         backoff_factor: float in (0, 1), what it is multiplied with when it backs off.
         growth_interval: int >= 1, finite steps in a row before the scale grows.
-        min_scale: float > 0. Some models need less than 1; a scale that sits at its floor is
-            reported by `kmp.callbacks.GradientHealth`.
+        min_scale: float > 0. Some models need less than 1.
         max_scale: float.
-        hysteresis: int >= 1. The scale backs off at this many overflows in a row, and at each
-            further one until a finite step. Consecutive, not cumulative.
+        hysteresis: int >= 1, overflows in a row at which the scale backs off, as it does at each
+            further one until a finite step.
 
     Raises:
         ValueError: if an argument is out of its range.
@@ -193,9 +196,8 @@ class DynamicLossScale(_Rule):
     256.0
     128.0
 
-    Source: torch.amp.GradScaler, whose scale this equals after each step away from floor and
-    ceiling; the floor, the ceiling and `hysteresis` are DeepSpeed's (`min_loss_scale`,
-    `consecutive_hysteresis`).
+    Source: torch.amp.GradScaler, whose scale this equals away from floor and ceiling; the floor,
+    the ceiling and `hysteresis` are DeepSpeed's (`min_loss_scale`, `consecutive_hysteresis`).
     """
 
     initial_scale: float = 2.0**15
@@ -212,30 +214,10 @@ class DynamicLossScale(_Rule):
             object.__setattr__(self, name, scale_number(name, getattr(self, name), owner))
         for name in ("growth_interval", "hysteresis"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), owner))
-        for name, fits, wanted, instead in (
-            ("growth_factor", lambda x: 1 < x < math.inf, "a finite number above 1", "2.0"),
-            ("backoff_factor", lambda x: 0 < x < 1, "a number between 0 and 1", "0.5"),
-        ):
-            value = number(name, getattr(self, name), owner)
-            if not fits(value):
-                raise ValueError(
-                    f"`{name}` of {owner} must be {wanted}. Received: {name}={value}. "
-                    f"Write {name}={instead}, the usual choice."
-                )
-            object.__setattr__(self, name, value)
-        if self.min_scale > self.max_scale:
-            raise ValueError(
-                f"`min_scale` of {owner} must not be above `max_scale`. Received: "
-                f"min_scale={self.min_scale}, max_scale={self.max_scale}. Swap the two, or leave "
-                "one at its default (1 and 2**24)."
-            )
-        if not self.min_scale <= self.initial_scale <= self.max_scale:
-            raise ValueError(
-                f"`initial_scale` of {owner} must lie in [min_scale, max_scale]. Received: "
-                f"initial_scale={self.initial_scale}, min_scale={self.min_scale}, "
-                f"max_scale={self.max_scale}. Pass min_scale={min(self.initial_scale, 1.0)} or "
-                f"max_scale={max(self.initial_scale, 2.0**24)} with it."
-            )
+        for name in ("growth_factor", "backoff_factor"):
+            object.__setattr__(self, name, number(name, getattr(self, name), owner))
+        check_factors(owner, self.growth_factor, self.backoff_factor)
+        check_scales(owner, self.initial_scale, self.min_scale, self.max_scale)
 
     def init(self) -> ScaleState:
         """Return the state before the first step."""
@@ -260,12 +242,10 @@ class DynamicLossScale(_Rule):
             for x in (self.growth_factor, self.backoff_factor, 1.0)
         )
         factor = ops.where(grow, growth, ops.where(back_off, backoff, one))
-        scale = ops.multiply(counted.scale, factor)
+        scale, zeros = ops.multiply(counted.scale, factor), ops.zeros_like(counted.finite_steps)
         return ScaleState(
             scale=ops.clip(scale, self.min_scale, self.max_scale),
-            finite_steps=ops.where(
-                grow, ops.zeros_like(counted.finite_steps), counted.finite_steps
-            ),
+            finite_steps=ops.where(grow, zeros, counted.finite_steps),
             overflows=counted.overflows,
         )
 

@@ -1,257 +1,242 @@
-"""One training step of the loss-scaling optimizer, in the order in which it happens."""
+"""One training step of the loss-scaling optimizer: the whole sequence, told once and in order.
 
+It is the same on every backend and under every distribution strategy. `_backend.run_step` decides
+how its parts run, once or on several replicas, and says so by the argument `replicas`.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
-from kmp.health import details as _sample
-from kmp.health import measure as health
-from kmp.health.reduce import Part, gather
-from kmp.scaling.inner import ForwardsToInner
-from kmp.scaling.rules import ScaleState
-from kmp.scaling.telemetry import MeasuresGradients
-from kmp.scaling.trees import map_gradients
-
-_ACCELERATORS = ("gpu", "tpu")  # which a conditional stalls
+from kmp._keras.optimizer import is_sharded
+from kmp.health.plan import Divide, Kind, Look, MeasurePlan, look, take_sample
+from kmp.health.reduce import Part
+from kmp.precision.trees import map_gradients
+from kmp.scaling.inner import DroppedWindow
+from kmp.scaling.rules import LossScale, ScaleState
+from kmp.scaling.telemetry import Telemetry
 
 
-class Measured(NamedTuple):
-    """What a step knows of its gradients before anything is written.
-
-    Attributes:
-        finite: bool[], whether all of them are finite.
-        loss_finite: bool[], False where the loss is known not to be finite.
-        nonfinite: float32[num_variables], above 0 if numbers of a gradient are not finite.
-        blamed: what `health.blame` says of those.
-        due: whether to measure the levels, and the details: bool[] each, if anything is measured.
-        levels: float32[num_variables, 4], from `health.measure`, maybe of an earlier step.
-        sample: float32[2 * n], of the scaled gradients and of the weights before the update.
-        order: the order of the variables in the sample.
-        max_abs: float32[], the largest true gradient, if the rule asks for it.
-    """
-
-    finite: Tensor
-    loss_finite: Tensor
-    nonfinite: Tensor
-    blamed: tuple[Tensor, Tensor]
-    due: Any = None
-    levels: Tensor | None = None
-    sample: Tensor | None = None
-    order: Sequence[int] = ()
-    max_abs: Tensor | None = None
-
-
-class Kind(NamedTuple):
-    """How the gradients of a variable are unscaled.
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """The variables that a step moves whether it is applied or skipped.
 
     Attributes:
-        dtype: what they are cast to afterwards, or None.
-        overwrites: whether they are none: float8's scales arrive as "gradients" that replace the
-            variable, and are never scaled.
+        scale: float32[], the loss scale.
+        finite_steps: int[], the rule's counter of finite steps.
+        overflows: int32[], skipped steps in a row up to now.
+        skipped_steps: int32[], skipped steps so far.
+        steps: int[], all steps so far.
+        loss_nonfinite: float32[], above 0 if the loss of the present step is known not to be
+            finite.
     """
 
-    dtype: str | None
-    overwrites: bool
-
-
-class ScaledStep(MeasuresGradients, ForwardsToInner):
-    """Mixin: unscale, measure, decide, update, record. The optimizer brings the variables.
-
-    The parts are methods of their own because distribution runs them in different places: each
-    replica unscales, all of them decide once, each replica updates.
-    """
+    scale: Variable
+    finite_steps: Variable
+    overflows: Variable
+    skipped_steps: Variable
+    steps: Variable
+    loss_nonfinite: Variable
 
     @property
-    def _state(self) -> ScaleState:
+    def state(self) -> ScaleState:
+        """What the rule's `next` takes."""
         return ScaleState(
-            ops.convert_to_tensor(self.scale_variable),
-            ops.convert_to_tensor(self.step_counter),
-            ops.convert_to_tensor(self.consecutive_skips),
+            ops.convert_to_tensor(self.scale),
+            ops.convert_to_tensor(self.finite_steps),
+            ops.convert_to_tensor(self.overflows),
         )
 
-    def step(self, grads: list[Gradient], variables: list[Variable]) -> None:
-        """Run one step on gradients that are the same wherever this code runs."""
-        true = self.unscaled(grads, variables)
-        measured = self.measured(grads, true, variables)
+    @property
+    def step_number(self) -> Tensor:
+        """int32[]: the number of the present step, counted from 1."""
+        return ops.cast(ops.convert_to_tensor(self.steps), "int32") + 1
 
-        def update() -> None:
-            _backend.apply(self.inner_optimizer, true, variables)
 
-        guarded = variables + self.inner_optimizer.variables
-        _backend.apply_if(self.admitted(measured.finite), update, guarded)
-        self.record(measured)
+@dataclasses.dataclass(frozen=True)
+class ScaledStep:
+    """What the steps of one optimizer have in common.
 
-    def unscaled(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
-        """Divide the gradients by the scale that the loss was multiplied with."""
-        return self._unscaled(grads, [self._kind(v) for v in variables], self._state)
+    Attributes:
+        inner: the Keras optimizer that updates the variables.
+        variables: those that it was built with.
+        row_of: the place of a variable among them.
+        plan: what is measured.
+        counters: loss scale and counters.
+        telemetry: the measurements; None if nothing is measured.
+        window: how an overflow discards a window of micro-batches; None if it does not.
+    """
 
-    def _kind(self, variable: Variable) -> Kind:
-        # Keras's accumulators have the variable's dtype and must meet their own.
-        accumulates = self.inner_optimizer.gradient_accumulation_steps
-        return Kind(
-            variable.dtype if accumulates else None,
-            self._overwrite_variable_with_gradient(variable),
-        )
+    inner: Any
+    variables: Sequence[Variable]
+    row_of: Callable[[Variable], int]
+    plan: MeasurePlan
+    counters: Counters
+    telemetry: Telemetry | None
+    window: DroppedWindow | None
 
-    def _unscaled(
-        self, grads: list[Gradient], kinds: Sequence[Any], state: ScaleState
+    def run(
+        self,
+        rule: LossScale,
+        measures_details: bool,
+        replicas: Any,
+        scaled: list[Gradient],
+        variables: list[Variable],
+    ) -> None:
+        """Divide, look, decide, update, record.
+
+        Args:
+            rule: how the loss scale moves.
+            measures_details: whether weights, updates and exponents are measured when due.
+            replicas: how the parts run, from `_backend.run_step`.
+            scaled: gradients of the scaled loss, already summed over the replicas.
+            variables: one for each of them.
+        """
+        divide = functools.partial(self._divided, rule)
+        true = replicas.on_each(divide, scaled, variables)
+        rows = self._rows(replicas.local(scaled), variables)
+        seen = self._look(rule, rows, self._rows(replicas.local(true), variables))
+        if self.telemetry is not None and measures_details:
+            seen = take_sample(self.plan, seen, self._parts(rows), self._weights())
+        applies = seen.finite
+        if self.window is not None:
+            applies = ops.logical_and(seen.finite, self.window.admits())
+        replicas.update_if(applies, self.inner, true, variables)
+        self._record(rule, seen, applies)
+
+    def forget_scale_of(self, before: ScaleState, nonfinite: Tensor) -> None:
+        """Take back what the last step did to the loss scale, if its loss was not finite.
+
+        No scale helps against such a loss. On TensorFlow and PyTorch `scale_loss` notes it in time;
+        on JAX, where the loss is scaled inside a pure function, this is called after the step.
+
+        Args:
+            before: the state of the scale before the step.
+            nonfinite: bool[], whether the step was skipped and its loss was not finite.
+        """
+        now = self.counters.state
+        fewer = ops.minimum(before.finite_steps, now.finite_steps)
+        steps = ops.where(nonfinite, fewer, now.finite_steps)
+        self.counters.scale.assign(ops.where(nonfinite, before.scale, now.scale))
+        self.counters.finite_steps.assign(ops.cast(steps, self.counters.finite_steps.dtype))
+        if self.telemetry is not None:
+            self.telemetry.mark_loss(nonfinite)
+
+    def _divided(
+        self, rule: LossScale, scaled: list[Gradient], variables: list[Variable]
     ) -> list[Gradient]:
-        def true(scaled: Gradient, divided: Gradient, kind: Kind) -> Gradient:
-            if kind.overwrites:
-                return scaled
-            if kind.dtype is None:
-                return divided
-            return map_gradients(functools.partial(ops.cast, dtype=kind.dtype), divided)
+        """The true gradients: divided by the scale that the loss was multiplied with."""
+        kinds = [self.plan.kinds[self.row_of(v)] for v in variables]
+        return _unscaled(rule, scaled, kinds, self.counters.state)
 
-        return list(map(true, grads, self.loss_scale.unscale(grads, state), kinds))
+    def _look(self, rule: LossScale, scaled: list[Gradient], true: list[Gradient]) -> Look:
+        """Look at the gradients before anything is written."""
+        parts = self.plan.gather(true)
+        divide: Divide = _as_they_are
+        scale: Sequence[Tensor] = ()
+        if _backend.inside_xla():
+            # XLA divides while it updates, and again here: the true gradients are never in memory.
+            parts = self._parts(scaled)
+            divide, scale = functools.partial(_divided_parts, rule), self.counters.state
+        return look(
+            self.plan,
+            parts,
+            divide,
+            scale,
+            ops.convert_to_tensor(self.counters.loss_nonfinite),
+            self.telemetry and self.telemetry.due(self.counters.step_number),
+            self.telemetry and self.telemetry.levels,
+        )
 
-    def measured(
-        self, grads: list[Gradient], true: list[Gradient], variables: list[Variable]
-    ) -> Measured:
-        """Look at scaled gradients and the true ones: are they finite, and how large."""
-        watched = self._trainable_variables
-        kinds = [self._kind(v) for v in watched]
-        scaled = self._rows(grads, variables)
-        if not _backend.inside_xla():
-            parts = [Part(x, (i,), False) for i, x in enumerate(scaled) if x is not None]
-            measured = self._looked_at(gather(self._rows(true, variables), self._sizes, kinds))
-        else:
-            # XLA divides while it updates, and again here: true gradients are never in memory.
-            parts = gather(scaled, self._sizes, kinds)
-            measured = self._looked_at(parts, self._divided)
-        if not (self.measures_details and measured.due):
-            return measured
-        order = _sample.layout(parts, len(watched))
-        sample = functools.partial(_sample.sample, parts, watched)
-        zeros = ops.zeros((_sample.size_before(watched),), "float32")
-        if _backend.compiled_for() in _ACCELERATORS:
-            before = ops.where(measured.due[1], sample(), zeros)
-        else:
-            before = _backend.compute_if(measured.due[1], sample, zeros)
-        # Otherwise XLA may update the weights first, and would keep a copy of all of them for the
-        # sample's sake.
-        finite = _backend.after(measured.finite, before)
-        return measured._replace(finite=finite, sample=before, order=order)
+    def _parts(self, scaled: list[Gradient]) -> list[Part]:
+        """The scaled gradients; stacked where XLA keeps a stack out of memory."""
+        if _backend.inside_xla():
+            return self.plan.gather(scaled)
+        return [Part(x, (i,), False) for i, x in enumerate(scaled) if x is not None]
 
-    def _divided(self, parts: list[Part]) -> list[Part]:
-        kinds = [part.kind for part in parts]
-        values = self._unscaled([part.values for part in parts], kinds, self._state)
-        return [part._replace(values=x) for part, x in zip(parts, values, strict=True)]
+    def _record(self, rule: LossScale, seen: Look, applied: Tensor) -> None:
+        """Write the next scale, the counters and the measurements."""
+        counters, before = self.counters, self.counters.state
+        largest = () if seen.max_abs is None else (seen.max_abs,)
+        after = rule.next(before, seen.finite, *largest)
+        # No scale helps against a loss that is itself not finite: leave the scale as it is.
+        may_move = ops.logical_or(seen.finite, seen.loss_finite)
+        kept = ops.minimum(before.finite_steps, after.finite_steps)
+        finite_steps = ops.where(may_move, after.finite_steps, kept)
+        if self.telemetry is not None:
+            step = counters.step_number
+            self.telemetry.record(self.plan, seen, step, before.scale, self._weights)
+        counters.scale.assign(ops.where(may_move, after.scale, before.scale))
+        counters.finite_steps.assign(ops.cast(finite_steps, counters.finite_steps.dtype))
+        counters.overflows.assign(after.overflows)
+        skipped = ops.cast(ops.logical_not(applied), "int32")
+        counters.skipped_steps.assign_add(skipped)
+        # This is 1, but known only with the verdict. At the end of data of unknown length
+        # TensorFlow's loop runs a step without data, in which a plain 1 would be counted.
+        counters.steps.assign_add(ops.where(seen.finite, 1, 1))
+        counters.loss_nonfinite.assign(ops.zeros((), "float32"))
+        if self.window is not None:
+            self.window.record(seen.finite)
 
-    def _looked_at(self, parts: list[Part], true: Callable[..., list[Part]] = list) -> Measured:
-        device, number = _backend.compiled_for(), len(self._sizes)
-        # XLA fuses a stack of large gradients into their reduction on GPUs; elsewhere it writes it.
-        together = device == "gpu"
-        measures = self.gradient_health is not None
-        reads_max_abs = getattr(self.loss_scale, "reads_max_abs", False)
-
-        def is_measured_always(part: Part) -> bool:
-            # Compiling a reduction more takes longer than all that small ones cost.
-            cheap = device in _ACCELERATORS or (device == "cpu" and part.stacked)
-            return reads_max_abs or (measures and cheap)
-
-        always = [part for part in parts if is_measured_always(part)]
-        others = [part for part in parts if not is_measured_always(part)]
-        levels = nonfinite = largest = due = None
-        if always:
-            levels = health.measure(true(always), self._sizes, together=together)
-            nonfinite = levels[:, health.NONFINITE]
-        if others or levels is None:
-            found = health.find_nonfinite(true(others), number, together=together)
-            nonfinite = found if nonfinite is None else nonfinite + found
-        if reads_max_abs:
-            largest = ops.max(self._of_gradients(levels)[:, health.MAX_ABS], initial=0)
-        if measures:
-            due = health.due(self._step_number(), ops.convert_to_tensor(self.sampling))
-        loss_nonfinite = ops.convert_to_tensor(self.loss_nonfinite)
-        blamed = health.blame(nonfinite)
-        finite, loss_finite, due = _backend.verdict(blamed[0], loss_nonfinite, due)
-        if due is None:
-            return Measured(finite, loss_finite, nonfinite, blamed, max_abs=largest)
-        # An overflow is measured whenever it comes. (Operators, as on torch these are on the host.)
-        due = (due[0] | ~finite, due[1])
-
-        def all_levels() -> Tensor:
-            # (Divided in here: what a branch asks for would be written in every step.)
-            rest = health.measure(true(others), self._sizes)
-            return self._of_gradients(rest if levels is None else rest + levels)
-
-        previous = ops.convert_to_tensor(self.gradient_health)[:, : health.OVERFLOW_STEPS]
-        if others or levels is None:
-            levels = _backend.compute_if(due[0], all_levels, previous)
-        else:
-            levels = ops.where(due[0], self._of_gradients(levels), previous)
-        return Measured(finite, loss_finite, nonfinite, blamed, due, levels, max_abs=largest)
-
-    def _of_gradients(self, measured: Tensor) -> Tensor:
-        """Zeros in the rows of float8's scales: what replaces those is no gradient."""
-        raw = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
-        if not any(raw):
-            return measured
-        return ops.where(ops.convert_to_tensor(raw)[:, None], 0.0, measured)
-
-    def _rows(self, grads: list[Gradient], variables: list[Variable]) -> list[Gradient]:
-        """The gradient, or None, in the row of each variable that the optimizer was built with."""
-        rows: list[Gradient] = [None] * len(self._sizes)
-        for grad, variable in zip(grads, variables, strict=True):
-            rows[self._get_variable_index(variable)] = grad
+    def _rows(self, gradients: list[Gradient], variables: list[Variable]) -> list[Gradient]:
+        """The gradient, or None, of each variable that the optimizer was built with."""
+        rows: list[Gradient] = [None] * len(self.variables)
+        for gradient, variable in zip(gradients, variables, strict=True):
+            rows[self.row_of(variable)] = gradient
         return rows
 
-    def _step_number(self) -> Tensor:
-        return ops.cast(ops.convert_to_tensor(self._iterations), "int32") + 1
+    def _weights(self) -> list[Tensor]:
+        return [ops.convert_to_tensor(v) for v in self.variables]
 
-    def admitted(self, finite: Tensor) -> Tensor:
-        """bool[]: whether the inner optimizer sees this step."""
-        return finite if self._window is None else ops.logical_and(finite, self._window.admits())
 
-    def record(self, measured: Measured) -> None:
-        """Write down the verdict: the next scale, the counters and the measurements."""
-        finite, before = measured.finite, self._state
-        skipped = ops.logical_not(self.admitted(finite))
-        largest = () if measured.max_abs is None else (measured.max_abs,)
-        state = self.loss_scale.next(before, finite, *largest)
-        # No scale helps against a loss that is not finite itself: the scale is left as it is.
-        may_move = ops.logical_or(finite, measured.loss_finite)
-        kept = ops.minimum(before.finite_steps, state.finite_steps)
-        finite_steps = ops.where(may_move, state.finite_steps, kept)
-        if self.gradient_health is not None:
-            self._record_measurements(measured)
-        self.scale_variable.assign(ops.where(may_move, state.scale, before.scale))
-        self.step_counter.assign(ops.cast(finite_steps, self.step_counter.dtype))
-        self.consecutive_skips.assign(state.overflows)
-        self.skipped_steps.assign_add(ops.cast(skipped, "int32"))
-        # One, once the verdict is there: at the end of data of unknown length TensorFlow's loop
-        # runs a step without any, in which what waits for no gradient would count.
-        self._iterations.assign_add(ops.where(finite, 1, 1))
-        self.loss_nonfinite.assign(ops.zeros((), "float32"))
-        if self._window is not None:
-            self._window.record(finite)
+def _unscaled(
+    rule: LossScale, scaled: list[Gradient], kinds: Sequence[Kind], state: ScaleState
+) -> list[Gradient]:
+    def true(scaled: Gradient, divided: Gradient, kind: Kind) -> Gradient:
+        if kind.overwrites:
+            return scaled
+        if kind.dtype is None:
+            return divided
+        return map_gradients(functools.partial(ops.cast, dtype=kind.dtype), divided)
 
-    def _record_measurements(self, measured: Measured) -> None:
-        step, scale = self._step_number(), self._state.scale
-        events = ops.convert_to_tensor(self.overflow_events)
-        self.overflow_events.assign(
-            health.add_event(events, step, scale, measured.blamed, measured.loss_finite)
-        )
-        previous = ops.convert_to_tensor(self.gradient_health)
-        self.gradient_health.assign(
-            health.accumulate(measured.levels, measured.nonfinite, previous)
-        )
-        due_levels, due_details = measured.due
-        sampling = ops.convert_to_tensor(self.sampling)
-        if measured.sample is None:
-            due_details = ops.zeros_like(due_details)
-        else:
-            before, order, watched = measured.sample, measured.order, self._trainable_variables
+    return list(map(true, scaled, rule.unscale(scaled, state), kinds))
 
-            def details() -> Tensor:
-                after = _sample.sample_weights(watched, order)
-                return self._of_gradients(_sample.measure_sample(before, after, watched, order))
 
-            previous = ops.convert_to_tensor(self.gradient_details)
-            self.gradient_details.assign(_backend.compute_if(due_details, details, previous))
-        self.sampling.assign(health.sampled(sampling, step, due_levels, due_details))
+def _divided_parts(rule: LossScale, parts: Sequence[Part], scale: Sequence[Tensor]) -> list[Part]:
+    kinds: list[Any] = [part.kind for part in parts]
+    values = _unscaled(rule, [part.values for part in parts], kinds, ScaleState(*scale))
+    return [part._replace(values=x) for part, x in zip(parts, values, strict=True)]
+
+
+def _as_they_are(parts: Sequence[Part], scale: Sequence[Tensor]) -> list[Part]:
+    return list(parts)
+
+
+def plan_for(
+    variables: Sequence[Variable], inner: Any, measures: bool, max_abs: bool
+) -> MeasurePlan:
+    """Plan what is measured of the gradients of some variables.
+
+    Args:
+        variables: what the optimizer is built with.
+        inner: the optimizer that updates them.
+        measures: whether the levels of all gradients are measured.
+        max_abs: whether the rule reads the largest gradient.
+    """
+    # Keras's accumulators have the dtype of their variable, and so must what is added to them.
+    accumulates = bool(inner.gradient_accumulation_steps)
+    return MeasurePlan(
+        shapes=tuple(tuple(v.shape) for v in variables),
+        kinds=tuple(
+            Kind(v.dtype if accumulates else None, getattr(v, "overwrite_with_gradient", False))
+            for v in variables
+        ),
+        sharded=tuple(map(is_sharded, variables)),
+        levels=measures,
+        max_abs=max_abs,
+    )

@@ -1,99 +1,111 @@
-"""What the optimizer measures: the variables that hold it, when, and how it is read."""
+"""The measurements that an optimizer keeps between steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from keras import ops
 
+from kmp import _backend
 from kmp._backend.types import Tensor, Variable
 from kmp._common import whole_number
-from kmp.health import details as _sample
-from kmp.health import measure as health
-from kmp.health.report import GradientReport
-from kmp.health.transfer import read_report
+from kmp.health import details, measure
+from kmp.health.plan import Look, MeasurePlan
+
+AddVariable = Callable[..., Variable]  # name, shape, dtype
 
 
-def _zeros(shape: Sequence[int], dtype: str) -> Tensor:
-    """Zeros that come from the host, where Keras's are a program for each shape on JAX."""
-    return ops.convert_to_tensor(np.zeros(shape, dtype))
+class Telemetry:
+    """The variables that hold the measurements: when a step writes them, and what.
 
+    Args:
+        add: creates a variable of the optimizer.
+        rows: how many variables the optimizer updates.
 
-class MeasuresGradients:
-    """Mixin of the optimizer: the measurements' variables, and the way to plan and read them."""
+    Attributes:
+        health: float32[rows, 5], columns as in `measure.COLUMNS`.
+        details: float32[rows, 50], columns as in `details.COLUMNS`, then the exponents' counts.
+        events: float32[16, 5], columns as in `measure.EVENT_COLUMNS`.
+        sampling: int32[4], see `measure.due`.
+    """
 
-    built: bool
-    measure_gradients: bool
-    add_variable: Any
-    gradient_health: Any = None
-    measures_details = False
+    def __init__(self, add: AddVariable, rows: int):
+        self.health = add("gradient_health", (rows, len(measure.COLUMNS)))
+        self.details = add("gradient_details", (rows, len(details.COLUMNS) + details.BINS))
+        self.events = add("overflow_events", (measure.NUM_EVENTS, len(measure.EVENT_COLUMNS)))
+        self.sampling = add("sampling", (4,), "int32")
 
-    def _build_measurements(self, rows: int) -> None:
-        self.loss_nonfinite = self._add("loss_nonfinite")
-        if not self.measure_gradients:
-            return
-        self.gradient_health = self._add("gradient_health", (rows, len(health.COLUMNS)))
-        self.gradient_details = self._add(
-            "gradient_details", (rows, len(_sample.COLUMNS) + _sample.BINS)
-        )
-        self.overflow_events = self._add(
-            "overflow_events", (health.NUM_EVENTS, len(health.EVENT_COLUMNS))
-        )
-        self.sampling = self._add("sampling", (4,), "int32")
+    @property
+    def levels(self) -> Tensor:
+        """float32[rows, 4]: the levels of the last measured step."""
+        return ops.convert_to_tensor(self.health)[:, : measure.OVERFLOW_STEPS]
 
-    def _require_measurements(self, method: str) -> None:
-        if not self.built or self.gradient_health is None:
-            raise ValueError(
-                f"`{method}` needs an optimizer that is built and measures. Received: "
-                f"built={self.built}, measure_gradients={self.measure_gradients}. Call "
-                "optimizer.build(model.trainable_variables) first, and leave "
-                "measure_gradients=False out."
-            )
+    def due(self, step: Tensor) -> Tensor:
+        """bool[2]: whether the step of this number measures levels, and details."""
+        return measure.due(step, ops.convert_to_tensor(self.sampling))
 
-    def _add(self, name: str, shape: tuple[int, ...] = (), dtype: str = "float32") -> Variable:
-        return self.add_variable(
-            shape=shape, dtype=dtype, initializer=_zeros, aggregation="none", name=name
-        )
-
-    def sample_gradients(self, update_freq: int, *, and_at: int = 0, details: bool = True) -> None:
-        """Choose how often to measure; `GradientHealth` does so in `fit`.
-
-        Call it before the step is compiled: one that is compiled already keeps its details, or does
-        without.
-
-        Args:
-            update_freq: int >= 1, training steps between two measurements of levels and details.
-                The first 100 steps and overflows have their levels measured anyhow.
-            and_at: int, one more step to measure, by its number in training, counted from 1.
-            details: bool, whether to measure weights, updates and exponents too, on samples of at
-                most 4,096 numbers a variable.
-
-        Raises:
-            ValueError: if the optimizer is not built or does not measure, or a value is no number
-                of steps.
-        """
-        self._require_measurements("sample_gradients")
+    def sample(self, update_freq: Any, and_at: int) -> None:
+        """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""
         interval = whole_number("update_freq", update_freq, "sample_gradients")
         noted = ops.convert_to_numpy(self.sampling)[2:]
         self.sampling.assign(np.array([interval, and_at, *noted], "int32"))
-        self.measures_details = bool(details)
 
-    def gradient_report(self) -> GradientReport:
-        """Return what has been measured so far, in one transfer: for loops of your own.
+    def kept_sampling(self) -> Callable[[], None]:
+        """Keep how often steps are measured; call the result to put it back."""
+        kept = ops.convert_to_numpy(self.sampling)[:2]
 
-        It waits for the device; ask seldom. On JAX assign the state that the compiled step returned
-        to `optimizer.variables` first.
+        def restore() -> None:
+            noted = ops.convert_to_numpy(self.sampling)[2:]
+            self.sampling.assign(np.concatenate([kept, noted]))
 
-        Raises:
-            ValueError: if the optimizer is not built or does not measure.
+        return restore
 
-        Example:
+    def record(
+        self,
+        plan: MeasurePlan,
+        seen: Look,
+        step: Tensor,
+        scale: Tensor,
+        weights: Callable[[], Sequence[Tensor]],
+    ) -> None:
+        """Write down what a step has seen.
 
-        >>> optimizer = kmp.scaled("sgd", learning_rate=0.5)
-        >>> weight = keras.Variable([1.0, 2.0], name="weight")
-        >>> optimizer.build([weight])
-        >>> optimizer.gradient_report().paths
-        ('weight',)
+        Args:
+            plan: the optimizer's plan.
+            seen: from `kmp.health.plan.look`.
+            step: int32[], the number of the step.
+            scale: float32[], the scale that its loss was multiplied with.
+            weights: returns the values of the variables after the update.
         """
-        self._require_measurements("gradient_report")
-        return read_report(self)
+        events = ops.convert_to_tensor(self.events)
+        self.events.assign(measure.add_event(events, step, scale, seen.blamed, seen.loss_finite))
+        previous = ops.convert_to_tensor(self.health)
+        self.health.assign(measure.accumulate(seen.levels, seen.nonfinite, previous))
+        due_levels, due_details = seen.due_levels, seen.due_details
+        if seen.sample is None:
+            due_details = ops.zeros_like(due_details)
+        else:
+            self._record_details(plan, seen, due_details, weights())
+        sampling = ops.convert_to_tensor(self.sampling)
+        self.sampling.assign(measure.sampled(sampling, step, due_levels, due_details))
+
+    def mark_loss(self, nonfinite: Tensor) -> None:
+        """Note for the last overflow that its loss was not finite, if `nonfinite`, a bool[]."""
+        events = ops.convert_to_tensor(self.events)
+        self.events.assign(measure.mark_loss(events, nonfinite))
+
+    def _record_details(
+        self, plan: MeasurePlan, seen: Look, due: Tensor, weights: Sequence[Tensor]
+    ) -> None:
+        def measured(target: str, due: Any, before: Any, previous: Any, *weights: Any) -> list:
+            def table() -> Tensor:
+                after = details.sample_weights(weights, seen.order, target)
+                found = details.measure_sample(before, after, plan.shapes, seen.order)
+                return plan.of_gradients(found)
+
+            return [_backend.compute_if(due, table, previous)]
+
+        previous = ops.convert_to_tensor(self.details)
+        tensors = (due, seen.sample, previous, *weights)
+        shapes = [tuple(self.details.shape)]
+        self.details.assign(_backend.per_target(measured, shapes, *tensors)[0])

@@ -5,7 +5,7 @@ import numpy as np
 from conftest import BACKEND
 
 import kmp
-from kmp._keras import loss_tracker, set_loss_tracker
+from kmp._keras.training import loss_tracker, set_loss_tracker
 from kmp.callbacks.progress import read_progress
 
 SPE = [1] if BACKEND == "torch" else [1, 4]

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing import event_file_loader
 
 import kmp
 from kmp.callbacks import gradient_health
-from kmp.health.transfer import read_report
+from kmp.health.report import read_report
 
 SPE = [1] if BACKEND == "torch" else [1, 4]
 
@@ -119,7 +119,7 @@ def test_details_are_known_where_the_length_of_an_epoch_is_not(epochs, sampled):
     model = linear_model()
     history = fit(model, [Watch()], epochs=epochs)
     assert np.isfinite(history["lost_share"]).all()
-    assert ops.convert_to_numpy(model.optimizer.sampling)[3] == sampled
+    assert ops.convert_to_numpy(model.optimizer.telemetry.sampling)[3] == sampled
 
 
 def test_a_second_fit_goes_on_counting(tmp_path):

@@ -10,7 +10,7 @@ from keras import ops
 from linear_runs import JIT, RATE, SPE, data, fit, linear_model
 
 import kmp
-from kmp._keras import loss_tracker
+from kmp._keras.training import loss_tracker
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step")
 

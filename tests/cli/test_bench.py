@@ -1,23 +1,21 @@
 """What `python -m kmp bench` measures, and the forms in which it says so."""
 
+import dataclasses
 import json
 import math
 import os
-import sys
 import urllib.parse
 
 import keras
 import numpy as np
 import pytest
+from command_line import command
 from oracle import BACKEND
 from test_summaries import tensorboard_server
 
-import kmp.__main__
-from kmp._common import table
+import kmp
 from kmp.cli.bench import bench, bench_table, write_hparams
-from kmp.cli.building import build_under, load
-from kmp.cli.costs import spread
-from kmp.cli.printing import to_json
+from kmp.cli.building import build_under
 
 POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
 
@@ -38,7 +36,10 @@ def said():
 
 @pytest.fixture(scope="module")
 def results(said):
-    return bench(build, POLICIES, batch_size=8, steps=2, rounds=2, say=said.append)
+    def progress(*what):
+        said.append(what)
+
+    return bench(build, POLICIES, batch_size=8, steps=2, rounds=2, progress=progress)
 
 
 def test_each_policy_is_measured(results, said):
@@ -49,9 +50,12 @@ def test_each_policy_is_measured(results, said):
         assert each.step_ms.low > 0 and each.first_step_s > 0
         assert each.skipped_steps == 0
     assert results[0].speedup == (1.0, 1.0, 1.0)
-    for name in POLICIES:
-        assert any(line.startswith(name) for line in said)
-    assert said[-1] == "round 2 of 2"
+    texts, done, totals = zip(*said, strict=True)
+    assert texts == (
+        *(f"{name}: first step" for name in POLICIES),
+        *("warming up", "round 1 of 2", "round 2 of 2"),
+    )
+    assert done == tuple(range(6)) and set(totals) == {6}
 
 
 def test_the_outputs_are_compared_with_float32(results):
@@ -167,79 +171,13 @@ def test_a_function_that_returns_something_else_is_told(wrong, message):
         bench(wrong, ["float32"])
 
 
-def test_a_policy_gets_the_weights_of_float32():
-    models = {p: build_under(build, p, seed=3)[0] for p in [*POLICIES, "float16"]}
-    for name, model in models.items():
-        for variable, weight in zip(model.weights, models["float32"].weights, strict=True):
-            rounded = keras.ops.cast(weight.value, variable.dtype)
-            assert np.array_equal(*map(keras.ops.convert_to_numpy, (variable.value, rounded)))
-        kind = type(model.optimizer).__name__
-        assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
-    assert {v.dtype for v in models["float16"].trainable_variables} == {"float16"}
-    assert models["mixed_float16"].layers[0].compute_dtype == "float16"
-    assert keras.config.dtype_policy().name == "float32"
-
-
-def test_a_policy_that_the_function_sets_itself_does_not_stay():
-    def opinionated():
-        keras.config.set_dtype_policy("mixed_float16")
-        return build()
-
-    for policy in ("float32", "mixed_bfloat16"):
-        model, *_ = build_under(opinionated, policy, seed=0)
-        assert kmp.Policy(policy).compute_dtype == model.layers[0].compute_dtype
-        assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    model, *_ = build_under(opinionated, "mixed_float16", seed=0)
-    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)  # in place of Keras's own
-    assert keras.config.dtype_policy().name == "float32"
-
-
-@pytest.mark.parametrize(
-    "path, message",
-    [
-        ("no_such_module:build", "cannot be imported: No module named"),
-        ("test_bench:no_such_function", "my_package.train:build"),
-        ("test_bench:POLICIES", "my_package.train:build"),
-        ("test_bench", "my_package.train:build"),
-    ],
-)
-def test_a_path_that_leads_nowhere(path, message):
-    with pytest.raises(ValueError, match=message):
-        load(path)
-
-
-def test_json_has_no_words_that_it_lacks():
-    text = to_json({"a": (math.nan, math.inf, -math.inf, 1.5), "b": None})
-    assert json.loads(text) == {"a": ["NaN", "Infinity", "-Infinity", 1.5], "b": None}
-
-
-def test_a_table_is_aligned():
-    assert table([["name", "n"], ["a", "10"], ["long name", "1"]]).splitlines() == [
-        "name        n",
-        "a          10",
-        "long name   1",
-    ]
-
-
-def test_the_spread_is_the_quartiles():
-    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == (3.0, 2.0, 4.0)
-
-
-def command(monkeypatch, *arguments):
-    """The exit status of `python -m kmp` with these arguments."""
-    monkeypatch.setattr(sys, "argv", ["kmp", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        kmp.__main__.main()
-    return ended.value.code
-
-
 @pytest.fixture
 def measured(monkeypatch, results):
     """What the command asks for, in place of measuring once more."""
     calls = []
 
-    def ask(*arguments, say, **options):
-        say("round 2 of 2")
+    def ask(*arguments, progress, **options):
+        progress("round 2 of 2", 4, 5)
         calls.append((arguments, options))
         return results
 
@@ -253,7 +191,7 @@ def test_the_command_prints_where_it_measured(monkeypatch, capsys, measured):
     assert f"; {BACKEND}; XLA: " in printed.out and f"keras {keras.__version__}" in printed.out
     assert "test_bench:build, batches of 32, 10 interleaved rounds of 20 steps" in printed.out
     assert "mixed_bfloat16" in printed.out
-    assert "bench test_bench:build: round 2 of 2" in printed.err
+    assert "bench test_bench:build: round 2 of 2 (4 of 5 done)" in printed.err
     (((function, policies), options),) = measured
     assert function is build and policies == POLICIES
     assert options == {"batch_size": 32, "steps": 20, "rounds": 10}
@@ -302,3 +240,96 @@ def test_the_built_in_models(monkeypatch, capsys, measured, quick_weights, name)
 def test_a_wrong_option_is_answered_at_once(monkeypatch, capsys, arguments, message):
     assert command(monkeypatch, "bench", *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--json", "nowhere/numbers.json"], "expected a file that can be written"),
+        (["--json", "."], "expected a file that can be written"),
+        (["--log-dir", "taken"], "expected a directory that can be written to"),
+    ],
+    ids=["no folder", "a folder", "a file"],
+)
+def test_where_to_write_is_tried_before_measuring(
+    monkeypatch, capsys, tmp_path, measured, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    assert command(monkeypatch, "bench", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert measured == []
+
+
+def test_a_file_that_is_there_stays_until_there_are_numbers(monkeypatch, tmp_path, measured):
+    (tmp_path / "old.json").write_text("old")
+    for name in ("old.json", "new.json"):
+        assert command(monkeypatch, "bench", "--json", str(tmp_path / name), "--steps", "0") == 2
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize(
+    "x, y, message",
+    [
+        ([0.0, math.nan], [1.0, 1.0], "x holds 1 numbers that are not finite: clean the data"),
+        ([0.0, 1.0], [math.inf, math.nan], "y holds 2 numbers that are not finite: clean"),
+        ([1e30, 1e30], [1.0, 1.0], "x and y are finite: look at the loss"),
+    ],
+)
+def test_a_loss_of_float32_that_is_not_finite_ends_it(monkeypatch, capsys, x, y, message):
+    def broken():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model, *(np.array(data, "float32")[:, None] for data in (x, y))
+
+    monkeypatch.setattr("kmp.cli.commands.load", lambda name: broken)
+    counts = ["--batch-size", "1", "--steps", "2", "--rounds", "2", "--model", "mine:broken"]
+    assert command(monkeypatch, "bench", *counts) == 2
+    said = capsys.readouterr()
+    assert "bench: error: The loss in float32 must be finite. Received: " in said.err
+    assert message in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [({"final_loss": math.nan}, "final loss"), ({"outputs_finite": False}, "outputs before")],
+)
+def test_a_half_precision_that_is_not_finite_is_said(
+    monkeypatch, capsys, results, measured, change, what
+):
+    full, half, brain = results
+    bad = [full, dataclasses.replace(half, **change), brain]
+    monkeypatch.setattr("kmp.cli.commands.bench", lambda *arguments, **options: bad)
+    assert command(monkeypatch, "bench") == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"NOT FINITE: mixed_float16, {what}")
+    assert "NOT FINITE" not in bench_table(results)
+    assert command(monkeypatch, "bench", "--json", "-") == 1
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert [row["finite"] for row in rows] == [True, False, True]
+
+
+def test_outputs_that_overflow_are_noticed():
+    def large():
+        model, x, y = build()
+        return model, 1e6 * x, y
+
+    full, half = bench(large, POLICIES[:2], batch_size=4, steps=1, rounds=2)
+    assert full.outputs_finite and not half.outputs_finite and not half.finite
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kmp.cli.commands.bench", interrupted)
+    assert command(monkeypatch, "bench") == 130
+
+
+def test_an_error_of_the_users_own_code_keeps_its_traceback(monkeypatch):
+    def broken():
+        raise ValueError("mine")
+
+    monkeypatch.setattr("kmp.cli.commands.load", lambda name: broken)
+    with pytest.raises(ValueError, match="mine"):
+        command(monkeypatch, "bench", "--model", "mine:broken")

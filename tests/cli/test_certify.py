@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import math
+import sys
 
 import keras
 import numpy as np
 import pytest
-from test_bench import command
+from command_line import command
 
 from kmp.cli.certify import PolicyRuns, _difference, certify
 from kmp.cli.equivalence import equivalence
@@ -133,12 +134,12 @@ def certified(monkeypatch, certificate):
     """What the command asks for, in place of training once more."""
     calls = []
 
-    def ask(task, policies, say):
-        say("seed 1 of 2")
+    def ask(task, policies, progress, ledger):
+        progress("seed 1 of 2", 0, 8)
         calls.append((task, policies))
         return dataclasses.replace(certificate, task=task)
 
-    monkeypatch.setattr("kmp.cli.certify.certify", ask)
+    monkeypatch.setattr("kmp.cli.commands.certify", ask)
     return calls
 
 
@@ -162,7 +163,7 @@ def test_the_exit_status_and_the_json(monkeypatch, capsys, certificate, tmp_path
     full, again, half, pure = certificate.runs
     runs = (full, again, dataclasses.replace(half, result=result), pure)
     answer = dataclasses.replace(certificate, runs=runs)
-    monkeypatch.setattr("kmp.cli.certify.certify", lambda *arguments: answer)
+    monkeypatch.setattr("kmp.cli.commands.certify", lambda *arguments: answer)
     path = tmp_path / "certificate.json"
     arguments = [*OWN, "--margin", "0.01", "--json", str(path)]
     assert command(monkeypatch, "certify", *arguments) == (0 if equivalent else 1)
@@ -225,3 +226,87 @@ def test_a_missing_scikit_learn_is_named(monkeypatch):
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'kmp\[examples\]'"):
         TASKS["digits"].build(0)
+
+
+class Interrupted:
+    """A function that builds, whose user presses Ctrl-C at one of its calls."""
+
+    def __init__(self, at):
+        self.calls, self.at = 0, at
+
+    def __call__(self, seed):
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+        return line(seed)
+
+
+SHORT = ["--task", "mine:line", "--metric", "mae", "--margin", "2%", "--epochs", "1"]
+SHORT += ["--batch-size", "50", "--seeds", "2", "--policies", "mixed_bfloat16"]
+
+
+def certified_json(monkeypatch, capsys, build, *options):
+    """What `certify` finds out for `build`, and how it ends; times left out."""
+    monkeypatch.setattr("kmp.cli.commands.load", lambda name: build)
+    status = command(monkeypatch, "certify", *SHORT, "--json", "-", *options)
+    said = capsys.readouterr()
+    if status == 130:
+        return said.err
+    (task,) = json.loads(said.out)["tasks"]
+    return [{k: run[k] for k in ("policy", "metrics", "steps", "result")} for run in task["runs"]]
+
+
+def test_an_interrupted_certify_goes_on(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    whole = Interrupted(at=None)
+    expected = certified_json(monkeypatch, capsys, whole)
+    assert whole.calls == 4 and list(tmp_path.iterdir()) == []
+    said = certified_json(monkeypatch, capsys, Interrupted(at=3))
+    name = "certify-interrupted-1.jsonl"
+    assert f"2 finished trainings are in {name}. The same command with --resume {name}" in said
+    certified_json(monkeypatch, capsys, Interrupted(at=2), "--resume", name)  # one more is kept
+    rest = Interrupted(at=None)
+    assert certified_json(monkeypatch, capsys, rest, "--resume", name) == expected
+    assert rest.calls == 1
+    again = Interrupted(at=1)
+    assert certified_json(monkeypatch, capsys, again, "--resume", name) == expected
+    assert again.calls == 0
+
+
+def test_an_interruption_overwrites_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "certify-interrupted-1.jsonl").write_text("of yesterday")
+    said = certified_json(monkeypatch, capsys, Interrupted(at=2))
+    assert "1 finished trainings are in certify-interrupted-2.jsonl" in said
+    assert (tmp_path / "certify-interrupted-1.jsonl").read_text() == "of yesterday"
+
+
+def test_nothing_is_kept_of_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert "finished" not in certified_json(monkeypatch, capsys, Interrupted(at=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--json", "--resume"])
+def test_where_to_write_is_tried_before_training(monkeypatch, capsys, certified, option):
+    arguments = [*OWN, "--margin", "0.01", option, "nowhere/file"]
+    assert command(monkeypatch, "certify", *arguments) == 2
+    assert "expected a file that can be written" in capsys.readouterr().err
+    assert certified == []
+
+
+def test_float32_that_is_not_finite_certifies_nothing(certificate):
+    full, _, _, pure = certificate.runs
+    lost = dataclasses.replace(full, metrics=(0.1, math.nan))
+    answer = dataclasses.replace(certificate, runs=(lost, pure))  # a counter-example alone
+    assert not answer.equivalent
+    assert str(answer).splitlines()[-1].startswith("NOT FINITE: float32 itself.")
+    assert "NOT FINITE" not in str(certificate)
+
+
+def test_a_missing_scipy_is_found_before_training(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    build = Interrupted(at=None)
+    with pytest.raises(ModuleNotFoundError, match="SciPy"):
+        certify(dataclasses.replace(LINE, build=build), [])
+    assert build.calls == 0

@@ -130,6 +130,74 @@ def test_printing():
     assert any(line.startswith("gradient at") for line in lines)
 
 
+class Residual(layers.Layer):
+    """Holds layers to which Keras gives no path, and adds what they return to its input."""
+
+    def __init__(self, shared=None, **kwargs):
+        super().__init__(**kwargs)
+        policy = self.dtype_policy
+        self.inner = shared or layers.Dense(4, name="inner", dtype=policy)
+        self.relu = layers.Activation("relu", name="relu", dtype=policy)
+        self.dropout = layers.Dropout(0.1, seed=1, name="dropout", dtype=policy)
+
+    def build(self, shape):
+        if not self.inner.built:
+            self.inner.build(shape)
+
+    def call(self, x):
+        return x + self.dropout(self.relu(self.inner(x)))
+
+
+def residual_model(*blocks):
+    x = inputs = keras.Input((4,))
+    for block in blocks:
+        x = block(x)
+    model = keras.Model(inputs, layers.Dense(2, name="logits")(x))
+    model.compile("sgd", loss="mse")
+    return model
+
+
+@pytest.mark.parametrize("with_targets", [False, True])
+def test_a_kept_block_keeps_the_layers_without_a_path_in_it(with_targets):
+    block = Residual(name="block")
+    model = residual_model(block)
+    plant(block, "underflow")
+    x, y = np.ones((3, 4), "float32"), np.ones((3, 2), "float32")
+    diagnosis = kmp.debug.diagnose(model, x, y if with_targets else None)
+    assert diagnosis.float32_layers == ("block",)
+    assert set(diagnosis.without_path) == {"relu", "dropout"}
+    assert diagnosis.sqnr >= 40 > diagnosis.sqnr_before
+    assert diagnosis.gradients_finite in ((True,) if with_targets else (None,))
+
+
+def test_two_kept_blocks_may_share_a_layer():
+    shared = layers.Dense(4, name="shared")
+    blocks = [Residual(shared, name=name) for name in ("one", "two")]
+    model = residual_model(*blocks)
+    for block in blocks:
+        plant(block, "underflow")
+    diagnosis = kmp.debug.diagnose(model, np.ones((3, 4), "float32"))
+    assert set(diagnosis.float32_layers) == {"one", "two"}
+    assert diagnosis.policy[shared.path].compute_dtype == "float32"
+    assert diagnosis.sqnr >= 40
+
+
+def test_outputs_that_cannot_be_compared_are_refused():
+    """No map could be found for them: the search would keep every layer and report nan dB."""
+    inputs = keras.Input((4,))
+    outputs = layers.Lambda(lambda x: ops.argmax(x, -1), name="argmax")(layers.Dense(3)(inputs))
+    with pytest.raises(
+        ValueError, match=r"finite float outputs .* Received: outputs without floats"
+    ):
+        kmp.debug.diagnose(keras.Model(inputs, outputs), np.ones((2, 4)))
+    logits = layers.Lambda(lambda x: ops.where(x > 0, x, np.nan), name="nan")(inputs)
+    model = keras.Model(inputs, logits)
+    model.compile("sgd", loss=lambda y, p: ops.mean(ops.where(ops.isnan(p), 0.0, p - y)))
+    x = np.array([[1.0, -1.0, 2.0, 3.0]])
+    with pytest.raises(ValueError, match=r"finite float outputs .* 1 NaN"):
+        kmp.debug.diagnose(model, x, x)
+
+
 def test_a_model_that_is_not_finite_in_float32_is_refused():
     model, x, _ = make("residual")
     plant(find(model, "outer0"), "nan")

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from architectures import make
-from keras import layers
+from keras import layers, ops
 
 import kmp
 
@@ -122,7 +122,52 @@ def test_the_batch_size_must_be_one(batch_size):
         kmp.debug.memory_report(mlp(), batch_size)
 
 
-def test_a_subclassed_model_is_told_what_to_do():
-    model, _, _ = make("subclassed")
-    with pytest.raises(ValueError, match=r"must know its inputs\. .*Write keras\.Model\(inputs"):
-        kmp.debug.memory_report(model, 8)
+def words_model():
+    words = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(50, 8)(words)
+    return keras.Model(words, layers.Dense(3)(x))
+
+
+@pytest.mark.parametrize("samples", [1, 4, 7])
+def test_inputs_of_unknown_length_are_counted_by_a_batch(samples):
+    words = np.ones((samples, 12), "int32")
+    full, mixed, _ = kmp.debug.memory_report(words_model(), 4, words).rows
+    assert full.activations == 2 * mixed.activations == 4 * 4 * 12 * (8 + 3)
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_a_subclassed_model_is_counted_by_a_batch(samples):
+    model, x, _ = make("subclassed", policy="float32")
+    full, _, _ = kmp.debug.memory_report(model, 8, x[:samples]).rows
+    # first, shared, shared, hidden and logits
+    assert full.activations == 4 * 8 * (5 + 5 + 5 + 5 + 4)
+
+
+class Similarities(layers.Layer):
+    """Compares each sample with each other one."""
+
+    def call(self, x):
+        return ops.matmul(x, ops.transpose(x))
+
+
+def test_a_whole_batch_is_run_as_it_is():
+    """What grows with the square of the batch cannot be counted by one sample."""
+    model = keras.Sequential([keras.Input((4,)), Similarities()])
+    found = kmp.debug.memory_report(model, 16, np.ones((16, 4), "float32")).rows[0]
+    assert found.activations == 4 * 16 * 16
+
+
+@pytest.mark.parametrize("model", [words_model, lambda: make("subclassed")[0]])
+def test_without_shapes_a_batch_is_asked_for(model):
+    with pytest.raises(
+        ValueError, match=r"must know the shapes .*memory_report\(model, batch_size, x"
+    ):
+        kmp.debug.memory_report(model(), 8)
+
+
+@pytest.mark.parametrize(
+    "x, message", [(np.float32(1), "`x` of memory_rep"), (iter([1]), "one batch")]
+)
+def test_x_must_be_a_batch(x, message):
+    with pytest.raises(ValueError, match=message):
+        kmp.debug.memory_report(words_model(), 8, x)

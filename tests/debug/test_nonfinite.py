@@ -60,7 +60,7 @@ class BackwardBlock(Block):
 def test_code_of_a_parent_is_placed_between_its_children(block, place, after, before):
     layer = block(**{place: 6e4}, name="block", dtype=HALF)
     model = compiled(sequential(ones(4, "first"), layer, ones(1, "last")))
-    report = kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1)), scale=1.0)
+    report = kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1)), loss_scale=1.0)
     assert report.phase == ("forward" if block is Block else "backward"), str(report)
     assert (report.part, report.dtype) == ("code", "float16"), str(report)
     assert report.path.endswith("block")
@@ -170,10 +170,10 @@ def test_a_mask_that_the_loss_answers_is_meant():
     model = keras.Model(inputs, layers.Add(dtype=HALF)([ones(4, "logits")(inputs), mask]))
     compiled(model, lambda y, p: ops.mean(ops.where(y < 0, p, y * ops.softmax(p))))
     y = np.array([[1.0, 0.0, 0.0, 0.0]] * 2)
-    assert kmp.debug.locate_nonfinite(model, X, y, scale=1.0).phase is None
+    assert kmp.debug.locate_nonfinite(model, X, y, loss_scale=1.0).phase is None
     # d loss / d logits of the first class is 1/8 * 1/4.
-    assert kmp.debug.locate_nonfinite(model, X, y, scale=2.0**22).phase == "backward"
-    assert kmp.debug.locate_nonfinite(model, X, -y - 1, scale=1.0).path == "mask"
+    assert kmp.debug.locate_nonfinite(model, X, y, loss_scale=2.0**22).phase == "backward"
+    assert kmp.debug.locate_nonfinite(model, X, -y - 1, loss_scale=1.0).path == "mask"
 
 
 def test_a_batch_that_the_model_fills_in_is_meant():
@@ -201,11 +201,11 @@ def test_the_loss():
 
 def test_a_gradient_that_the_output_cannot_hold():
     model = compiled(sequential(ones(4, "first"), ones(1, "last")))
-    report = kmp.debug.locate_nonfinite(model, X, np.full((2, 1), -1e3), scale=2.0**10)
+    report = kmp.debug.locate_nonfinite(model, X, np.full((2, 1), -1e3), loss_scale=2.0**10)
     assert (report.phase, report.part, report.path) == ("backward", "loss", None)
     # d mse / d output = 2 * (16 + 1000) / 2 for either of two samples, times the scale.
     assert "A loss scale of at most 64 holds it" in report.cause
-    holds = kmp.debug.locate_nonfinite(model, X, np.full((2, 1), -1e3), scale=8.0)
+    holds = kmp.debug.locate_nonfinite(model, X, np.full((2, 1), -1e3), loss_scale=8.0)
     assert holds.phase is None, str(holds)
 
 
@@ -213,7 +213,7 @@ def test_the_weight_gradient_alone():
     """A sum over the batch: each term is finite, and so are the gradients of the activations."""
     model = compiled(sequential(ones(4, "first"), ones(1, "last")), loss="mae")
     x = np.full((64, 4), 1000.0, "float32")
-    report = kmp.debug.locate_nonfinite(model, x, np.zeros((64, 1)), scale=64.0)
+    report = kmp.debug.locate_nonfinite(model, x, np.zeros((64, 1)), loss_scale=64.0)
     assert (report.phase, report.part) == ("backward", "weights"), str(report)
     assert report.path.endswith("last")
     assert [path.split("/")[-2:] for path in report.variables] == [["last", "kernel"]]
@@ -225,9 +225,9 @@ def test_the_weight_gradient_alone():
 def test_the_scale_is_the_optimizers_own():
     rule = kmp.DynamicLossScale(initial_scale=2.0**9)
     model = compiled(sequential(ones(1, "last")), optimizer=kmp.scaled("sgd", rule))
-    assert kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1))).scale == 512.0
+    assert kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1))).loss_scale == 512.0
     model = compiled(sequential(ones(1, "last")))
-    assert kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1))).scale == 1.0
+    assert kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1))).loss_scale == 1.0
 
 
 def test_sample_weights_count():
@@ -252,7 +252,7 @@ def test_gradients_of_embeddings():
     x = layers.Embedding(5, 4, name="words", dtype=HALF)(inputs)
     model = compiled(keras.Model(inputs, ones(1, "last")(layers.Flatten(dtype=HALF)(x))))
     words = np.array([[1, 1, 2]])
-    report = kmp.debug.locate_nonfinite(model, words, np.ones((1, 1)), scale=4.0)
+    report = kmp.debug.locate_nonfinite(model, words, np.ones((1, 1)), loss_scale=4.0)
     assert report.phase is None, str(report)
 
 
@@ -278,15 +278,29 @@ class Batches(keras.utils.PyDataset):
     [
         (lambda: (keras.Sequential([ones(1, "a")]), X), "must be built"),
         (lambda: (sequential(ones(1, "a")), X, X), "must be compiled"),
-        (lambda: (ones(1, "a"), X), "must be a keras.Model"),
         (lambda: (sequential(ones(1, "a")), Batches()), "one batch, .* Received: Batches. Pass"),
         (lambda: (sequential(ones(1, "a")), iter([X])), "one batch, .* Received: list_iterator"),
-        (lambda: (compiled(sequential(ones(1, "a"))), X, X, None, 0.0), "`scale` of locate_nonf"),
+        (
+            lambda: (compiled(sequential(ones(1, "a"))), X, X, None, 0.0),
+            "`loss_scale` of ",
+        ),
     ],
 )
 def test_bad_input_is_told(arguments, message):
     with pytest.raises(ValueError, match=message):
         kmp.debug.locate_nonfinite(*arguments())
+
+
+TOOLS = ("locate_nonfinite", "compare_precisions", "diagnose", "memory_report")
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [getattr(kmp.debug, f) for f in TOOLS],
+)
+def test_what_is_no_model_is_a_type_error(tool):
+    with pytest.raises(TypeError, match=rf"`model` of {tool.__name__} must be a keras.Model\. Rec"):
+        tool(ones(1, "a"), X)
 
 
 def test_the_model_raises_what_it_raises():

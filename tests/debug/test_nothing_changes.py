@@ -190,6 +190,19 @@ def test_variables_that_no_list_has(tool):
     assert [bits(v.value) for v in (*rnn.states, seed.state)] == before
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_nobody_has_asked_for_the_loss_scale(built):
+    """A training step that never does is warned of: a tool that asks must not hide that."""
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    model.compile(kmp.scaled("sgd", 256.0), loss="mse")
+    if built:
+        model.optimizer.build(model.trainable_variables)
+    assert not model.optimizer.scale_was_read
+    report = kmp.debug.locate_nonfinite(model, np.ones((4, 3)), np.ones((4, 2)))
+    assert "loss scale 256" in str(report)
+    assert not model.optimizer.scale_was_read
+
+
 class Auxiliary(keras.Model):
     """Calls one of its layers in training alone."""
 

@@ -36,7 +36,7 @@ def test_the_draw_is_what_it_says():
 def test_locate_names_the_layer(architecture, layer, fault):
     model, x, y = make(architecture)
     plant(find(model, layer), fault)
-    report = kmp.debug.locate_nonfinite(model, x, y, scale=LOSS_SCALE)
+    report = kmp.debug.locate_nonfinite(model, x, y, loss_scale=LOSS_SCALE)
     assert report.phase == ("backward" if fault == "gradient" else "forward"), str(report)
     assert report.path.split(" ")[0].split("/")[-1] == layer, str(report)
     assert report.dtype == "float16"
@@ -47,7 +47,7 @@ def test_locate_names_the_layer(architecture, layer, fault):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_without_a_fault_nobody_is_blamed(architecture):
     model, x, y = make(architecture)
-    report = kmp.debug.locate_nonfinite(model, x, y, scale=LOSS_SCALE)
+    report = kmp.debug.locate_nonfinite(model, x, y, loss_scale=LOSS_SCALE)
     assert report.phase is None, str(report)
     diagnosis = kmp.debug.diagnose(model, x, y)
     assert diagnosis.float32_layers == ()

@@ -162,3 +162,13 @@ def test_progress_is_shown_when_asked_for(stack, capsys):
     assert capsys.readouterr().out == ""
     kmp.debug.compare_precisions(model, x, policy=POLICY, verbose=1)
     assert "3/3" in capsys.readouterr().out
+
+
+def test_a_float32_output_with_a_nan_is_said(stack):
+    model, x = stack
+    report = kmp.debug.compare_precisions(model, x * np.nan, policy=POLICY)
+    assert math.isnan(report.output_sqnr)
+    assert str(report).splitlines()[0] == (
+        "mixed_bfloat16 against float32: no output SQNR, because the float32 output holds NaN or "
+        "no finite float"
+    )

@@ -5,7 +5,7 @@ import threading
 import keras
 import numpy as np
 import pytest
-from architectures import ARCHITECTURES, make
+from architectures import ARCHITECTURES, make, plant
 from keras import layers, ops
 
 import kmp
@@ -18,7 +18,7 @@ def test_watching_changes_no_gradient(architecture):
     """The gradients of a watched run are those of an unwatched one, bit for bit."""
     model, x, y = make(architecture)
     batch = (_replay.as_batch(x), _replay.as_batch(y), None)
-    recorder, _ = _replay.forward(model, batch[0], training=False)
+    recorder, *_ = _replay.forward(model, batch, training=False)
     seen = []
     ends = [
         _replay.backward(
@@ -56,7 +56,7 @@ def test_masks_ride_on_what_is_watched():
     model = keras.Model(inputs, Around(name="around")(x))
     model.compile("sgd", loss=keras.losses.MeanSquaredError(reduction="sum"))
     batch = (_replay.as_batch(np.array([[1, 0, 0, 0]])), ops.zeros((1, 2)), None)
-    recorder, _ = _replay.forward(model, batch[0], training=True)
+    recorder, *_ = _replay.forward(model, batch, training=True)
     keys = {call.key for call in recorder.calls}
     _, (gradient,) = _replay.backward(model, batch, 1.0, keys, lambda *_: None)
     # d mean(w^2, w^2) / d w for the one word, all of it: 0.25 without a mask.
@@ -81,7 +81,8 @@ def test_other_threads_are_not_looked_at():
 
 def test_calls_know_their_parents_and_times():
     model, x, _ = make("subclassed")
-    recorder, _ = _replay.forward(model, _replay.as_batch(x), training=False)
+    batch = (_replay.as_batch(x), None, None)
+    recorder, *_ = _replay.forward(model, batch, training=False)
     keys = [call.key for call in recorder.calls]
     assert keys[0] == "/subclassed#1"
     assert keys[2:4] == ["/subclassed#1/shared#1", "/subclassed#1/shared#2"]
@@ -112,3 +113,127 @@ def test_layers_of_one_name_are_told_apart():
     assert [row.max_abs for row in rows if "block" in row.path] == [4.0, 12.0]
     report = kmp.debug.locate_nonfinite(model, np.full((2, 4), 4e37))
     assert report.path == "namesakes/block (call 2)"
+
+
+class WithoutTraining(keras.Model):
+    """A `compute_loss` of the time before Keras 3.3, as many programs still have."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
+
+
+@pytest.mark.parametrize("tool", ["locate_nonfinite", "compare_precisions", "diagnose"])
+def test_compute_loss_without_training(tool):
+    inputs = keras.Input((4,))
+    model = WithoutTraining(inputs, layers.Dense(1, name="logits")(inputs))
+    model.compile("sgd", loss="mse")
+    report = getattr(kmp.debug, tool)(model, np.ones((2, 4)), np.ones((2, 1)))
+    assert "logits" in str(report) or "is finite" in str(report)
+
+
+class TwoTowers(keras.Model):
+    """Retrieval: `call` embeds the query, and the loss alone calls the tower of the items."""
+
+    def __init__(self):
+        super().__init__(name="towers")
+        half = {"kernel_initializer": "ones", "dtype": "mixed_float16"}
+        self.query = layers.Dense(4, name="query", **half)
+        self.item = layers.Dense(4, name="item", **half)
+
+    def build(self, shape):
+        self.query.build((None, 4))
+        self.item.build((None, 4))
+
+    def call(self, x):
+        return self.query(x["query"])
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        items = ops.cast(self.item(self.before(x["item"])), "float32")
+        scores = ops.sum(ops.cast(y_pred, "float32") * items, axis=-1)
+        return ops.mean(ops.square(y - self.after(scores)))
+
+    def before(self, x):
+        return x
+
+    def after(self, x):
+        return x
+
+
+def towers():
+    x = {"query": np.ones((2, 4), "float32"), "item": np.ones((2, 4), "float32")}
+    model = TwoTowers()
+    model(x)
+    model.compile("sgd")
+    return model, x, np.ones((2,), "float32")
+
+
+def test_layers_that_the_loss_alone_calls_are_seen():
+    model, x, y = towers()
+    assert kmp.debug.locate_nonfinite(model, x, y).phase is None
+    model.item.kernel.assign(model.item.kernel * np.nan)
+    report = kmp.debug.locate_nonfinite(model, x, y)
+    assert (report.phase, report.part, report.path) == ("forward", "layer", "towers/item")
+    assert report.cause == f"16 numbers of its variable {model.item.kernel.path} are not finite"
+
+
+@pytest.mark.parametrize("fault, phase", [("overflow", "forward"), ("gradient", "backward")])
+def test_faults_of_layers_that_the_loss_calls(fault, phase):
+    model, x, y = towers()
+    plant(model.item, fault)
+    report = kmp.debug.locate_nonfinite(model, x, y, loss_scale=1.0)
+    assert (report.phase, report.path, report.dtype) == (phase, "towers/item", "float16")
+    assert "left float16" in report.cause
+
+
+def test_the_code_of_the_loss_is_placed_between_the_layers_that_it_calls():
+    model, x, y = towers()
+    model.after = lambda x: x * 1e30
+    report = kmp.debug.locate_nonfinite(model, x, y)
+    assert (report.phase, report.part, report.path) == ("loss", "loss", None)
+    assert (report.after, report.before) == ("towers/item", None)
+    assert "the outputs are finite, the loss is not: its code after towers/item" in str(report)
+    model, x, y = towers()
+    model.before = lambda x: ops.log(-x)
+    report = kmp.debug.locate_nonfinite(model, x, y)
+    assert (report.phase, report.after, report.before) == ("loss", None, "towers/item")
+
+
+def test_the_gradient_of_the_code_of_the_loss():
+    model, x, y = towers()
+    model.after = lambda x: x * 1e5  # the gradients at both towers leave float16
+    report = kmp.debug.locate_nonfinite(model, x, y, loss_scale=1.0)
+    assert (report.phase, report.part, report.path) == ("backward", "loss", None)
+    assert report.after == "towers/item"
+
+
+def test_targets_that_are_not_finite_are_the_batchs_fault():
+    model, x, y = towers()
+    for targets in (y * np.nan, np.array([1.0, np.inf], "float32")):
+        report = kmp.debug.locate_nonfinite(model, x, targets)
+        assert (report.phase, report.part, report.path) == ("forward", "data", None)
+
+
+def test_diagnose_sees_and_keeps_layers_of_the_loss():
+    model, x, y = towers()
+    plant(model.item, "overflow")
+    diagnosis = kmp.debug.diagnose(model, x, y)
+    assert [row.path for row in diagnosis.ranges] == ["towers/query", "towers/item"]
+    assert diagnosis.float32_layers == ("towers/item",)
+    assert diagnosis.gradients_finite
+
+
+class Autoencoder(keras.Model):
+    """A model without `call`, whose `train_step` calls its parts."""
+
+    def __init__(self):
+        super().__init__(name="vae")
+        self.encoder = keras.Sequential([keras.Input((4,)), layers.Dense(2)], name="encoder")
+        self.decoder = keras.Sequential([keras.Input((2,)), layers.Dense(4)], name="decoder")
+
+
+@pytest.mark.parametrize("tool", ["locate_nonfinite", "compare_precisions", "diagnose"])
+def test_a_model_without_call_is_looked_at_part_by_part(tool):
+    model, x = Autoencoder(), np.ones((2, 4))
+    with pytest.raises(ValueError, match=rf"without one.* kmp\.debug\.{tool}\(model\.encoder, "):
+        getattr(kmp.debug, tool)(model, x)
+    getattr(kmp.debug, tool)(model.encoder, x)

@@ -8,16 +8,17 @@ import pytest
 from replicas import OVERFLOWS, Run, gradients, mirrored, no_merge_call
 
 import kmp
+from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
 
 pytestmark = pytest.mark.only("tensorflow")
 tf = pytest.importorskip("tensorflow")
 
 
-@pytest.mark.parametrize("overflow", OVERFLOWS)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("merge", [True, False], ids=["merge", "no_merge"])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_all_replicas_decide_together(replicas, merge, graph, overflow):
+def test_all_replicas_decide_together(replicas, merge, graph):
+    """One compiled step, which each case takes from the start again."""
     strategy = mirrored(replicas)
     with contextlib.nullcontext() if merge else no_merge_call(strategy):
         run = Run(
@@ -27,12 +28,18 @@ def test_all_replicas_decide_together(replicas, merge, graph, overflow):
             ),
             graph=graph,
         )
-        run.step(gradients(replicas, overflow))
-    skipped = overflow != "none"
+        for overflow in OVERFLOWS:
+            run.restart()
+            run.step(gradients(replicas, overflow))
+            check_the_decision(run, skipped=overflow != "none")
+
+
+def check_the_decision(run, skipped):
+    """The whole state on each replica, after one step."""
+    optimizer = run.optimizer
     expected = [1.0, 2.0] if skipped else [0.75, 2.125]
     for weights in run.on_each_replica(run.variable):
         np.testing.assert_array_equal(weights, np.float32(expected))
-    optimizer = run.optimizer
     for momentum in run.on_each_replica(optimizer.inner_optimizer.momentums[0]):
         np.testing.assert_array_equal(momentum, np.float32([0, 0] if skipped else [-0.25, 0.125]))
     for scale in run.on_each_replica(optimizer.dynamic_scale):
@@ -114,10 +121,11 @@ def test_sparse_gradients_of_an_embedding(graph):
         table = keras.Variable(np.ones((4, 2), "float32"), name="table")
         optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
         optimizer.build([table])
+        optimizer.scale_loss(0.0)
 
     def replica_step():
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        values = tf.constant([[8.0, 16.0]])
+        values = optimizer.scale_loss(tf.constant([[1.0, 2.0]]))
         slices = tf.IndexedSlices(values, tf.reshape(index, [1]), tf.constant([4, 2]))
         optimizer.apply([slices], [table])
 
@@ -161,7 +169,32 @@ def test_the_tools_leave_each_replica_its_statistics(tool):
     assert [part.numpy().tolist() for part in parts] == [[0.0] * 4, [1.0] * 4]
 
 
+@pytest.mark.filterwarnings("ignore:LearningRateFinder suggests nothing")
+def test_a_sweep_and_a_rollback_put_back_what_replicas_hold():
+    with mirrored(2).scope():
+        layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        model.compile(kmp.scaled("adam"), "mse")
+    x = np.random.default_rng(0).normal(size=(16, 2))
+    model.fit(x, x[:, :1], verbose=0)
+
+    def state():
+        inner = model.optimizer.inner_optimizer.variables
+        return [keras.ops.convert_to_numpy(v) for v in model.variables + inner]
+
+    before = state()
+    snapshot = take_snapshot(model, step=1)
+    kmp.callbacks.LearningRateFinder(steps=10).find(model, x, x[:, :1], batch_size=8)
+    for value, expected in zip(state(), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    model.fit(x, x[:, :1], verbose=0)
+    assert restore_snapshot(model, snapshot, lr_factor=1.0)
+    for value, expected in zip(state(), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
 def test_apply_in_cross_replica_context_is_refused():
     run = Run(mirrored(2), lambda: kmp.scaled("sgd"))
+    run.optimizer.scale_loss(1.0)
     with run.strategy.scope(), pytest.raises(ValueError, match="inside the function that you give"):
         run.optimizer.apply([tf.constant([1.0, 1.0])], [run.variable])

@@ -77,6 +77,7 @@ def test_multi_worker_mirrored(tmp_path):
     for i, window in enumerate(runs.values()):
         of_this_run = states[i * len(CASES) : (i + 1) * len(CASES)]
         assert_states(of_this_run, expected_states([1.5, -0.5], window))
+    assert [path.with_suffix(".writes").read_text() for path in results] == ["True", "False"]
 
 
 @pytest.mark.only("tensorflow")
@@ -105,7 +106,7 @@ def torch_workers(directory, arguments):
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize(
-    "reduction, window", [("ddp", 1), ("ddp", 2), ("all_reduce", 1), ("none", 1)]
+    "reduction, window", [("ddp", 1), ("ddp", 2), ("all_reduce", 1), ("none", 1), ("fit", 1)]
 )
 def test_torch_distributed(tmp_path, reduction, window):
     """What kmp does when `torch.distributed` is initialised, in a custom loop of two processes.
@@ -120,6 +121,7 @@ def test_torch_distributed(tmp_path, reduction, window):
     - "none": nobody averages, and each process trains its own weights; but no process takes a step
       that another skips. kmp reduces the verdict, never the gradients. `gradient_health` is that
       of the process's own gradients, so that it tells who overflowed.
+    - "fit": likewise; and of a `fit` in each process, with one `log_dir`, process 0 alone writes.
 
     Not supported: `model.fit` on several processes, which Keras does not offer on torch, and steps
     that only some processes take, which would wait for the others.
@@ -127,7 +129,9 @@ def test_torch_distributed(tmp_path, reduction, window):
     commands, environments, results = torch_workers(tmp_path, [reduction, window, *CASES])
     run_all(commands, environments, tmp_path, TIMEOUT)
     states = [lines(path) for path in results]
-    if reduction == "none":
+    if reduction == "fit":
+        assert len(list((tmp_path / "logs").iterdir())) == 1
+    if reduction in ("none", "fit"):
         for worker, own in enumerate(states):
             assert_states(own, expected_states([1.0 + worker, -0.5], window))
             overflows = [[row[4] for row in s[path]] for s in own for path in s if "health" in path]

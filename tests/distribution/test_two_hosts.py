@@ -1,8 +1,10 @@
-"""keras.distribution over two JAX processes, each with half of the data: `fit` as on one."""
+"""keras.distribution over two JAX processes that hold the data between them: `fit` as on one."""
 
 import json
 import pathlib
 
+import keras
+import numpy as np
 import pytest
 import worker_jax
 from processes import environment, free_ports, run_all
@@ -10,29 +12,108 @@ from processes import environment, free_ports, run_all
 pytestmark = pytest.mark.only("jax")
 
 HERE = pathlib.Path(__file__).parent
-TIMEOUT = 180  # seconds, two starts of JAX included
+TIMEOUT = 600  # seconds; alone on two cores it takes 90
+ACROSS = "model_parallel_across_hosts"
+every_distribution = pytest.mark.parametrize("name", worker_jax.DISTRIBUTIONS)
 
 
-def run_two(distribution, directory):
-    """What each of two processes found; each runs in a directory of its own."""
-    coordinator = f"127.0.0.1:{free_ports(1)[0]}"
-    results = [directory / f"results_{rank}.json" for rank in range(2)]
-    commands = [
-        [HERE / "worker_jax.py", rank, coordinator, distribution, path]
-        for rank, path in enumerate(results)
+class Hosts:
+    """Two processes that have run: their directory, and what they found."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def found(self, name, rank=0):
+        return json.loads((self.directory / name / f"host_{rank}" / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hosts")
+    meeting_point = f"127.0.0.1:{free_ports(1)[0]}"
+    environments = [
+        environment(
+            JAX_PLATFORMS="cpu",
+            KERAS_DISTRIBUTION_JOB_ADDRESSES=meeting_point,
+            KERAS_DISTRIBUTION_NUM_PROCESSES="2",
+            KERAS_DISTRIBUTION_PROCESS_ID=str(rank),
+        )
+        for rank in range(2)
     ]
-    run_all(commands, [environment(JAX_PLATFORMS="cpu")] * 2, directory, TIMEOUT)
-    return [json.loads(path.read_text()) for path in results]
+    run_all([[HERE / "worker_jax.py", directory]] * 2, environments, directory, TIMEOUT)
+    return Hosts(directory)
 
 
-@pytest.mark.parametrize("distribution", worker_jax.DISTRIBUTIONS)
-def test_fit_equals_that_of_one_process(tmp_path, distribution):
-    """Bit for bit: history, weights, momenta, scale, counters and measurements, after two skips.
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process finds that has all of the data and one device."""
+    directory = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        found = worker_jax.run(worker_jax.ALL, directory / "logs")
+    keras.utils.clear_session()
+    return json.loads(json.dumps(found))
 
-    Both skips are due to process 1 alone. Every number is a small multiple of a power of two, so
-    that no order of summation rounds.
+
+@every_distribution
+def test_the_processes_agree_bit_for_bit(hosts, name):
+    first, second = (json.dumps(hosts.found(name, rank)) for rank in range(2))
+    assert first == second  # as text, in which NaN equals NaN
+
+
+@pytest.mark.parametrize("what", ["watched", "stopped", "resumed"])
+@every_distribution
+def test_exact_numbers_equal_those_of_one_process(hosts, alone, name, what):
+    """Bit for bit: history, warnings, weights, momenta, scale, counters and measurements.
+
+    What is bad about the data is in the hands of process 1 alone. Every number is a small multiple
+    of a power of two, so that no order of summation rounds.
     """
-    first, second = run_two(distribution, tmp_path)
-    assert first == second
-    assert first["skipped_steps"] == [2] and first["loss_scale"] == [512.0]
-    assert first == worker_jax.train()
+    if (name, what) == (ACROSS, "resumed"):
+        pytest.skip("Keras cannot save it, see below")
+    assert json.dumps(hosts.found(name)[what]) == json.dumps(alone[what])
+
+
+@every_distribution
+def test_a_bad_batch_of_one_process_skips_the_step_of_both(hosts, name):
+    found = hosts.found(name)
+    assert found["watched"]["skipped_steps"] == [2]
+    assert found["watched"]["loss_scale"] == [512.0]  # halved by the overflow, not by inf
+    assert found["stopped"]["because"].startswith("Step 5: 3 steps in a row were skipped")
+
+
+@every_distribution
+def test_both_go_back_to_before_the_divergence(hosts, alone, name):
+    received, expected = hosts.found(name)["rolled_back"], alone["rolled_back"]
+    assert received["rollbacks"] == expected["rollbacks"] == 1
+    assert received["warnings"] == expected["warnings"]
+    assert "Rollback 1 of 3 to step 13" in received["warnings"][0]
+    # Real numbers: the order of summation shows, in sums of a dozen terms over twenty steps.
+    for path in ("first/kernel", "second/kernel"):
+        np.testing.assert_allclose(received[path], expected[path], rtol=0, atol=1e-5)
+
+
+@every_distribution
+def test_a_sweep_leaves_every_bit_as_it_was(hosts, alone, name):
+    received, expected = hosts.found(name)["swept"], alone["swept"]
+    assert received["same"] and expected["same"]
+    assert received["suggestion"] == expected["suggestion"] is not None
+    np.testing.assert_allclose(received["points"], expected["points"], rtol=1e-4)
+
+
+@every_distribution
+def test_process_0_alone_writes_event_files(hosts, name):
+    directory = hosts.directory / name
+    assert len(list((directory / "shared_logs").iterdir())) == 1
+    for logs in ["finder_logs"] + ["own_logs"] * (name != ACROSS):
+        assert len(list((directory / "host_0" / logs).iterdir())) == 1
+        assert not (directory / "host_1" / logs).exists()
+
+
+def test_keras_still_cannot_save_what_no_process_holds_as_a_whole(hosts):
+    for name in worker_jax.DISTRIBUTIONS:
+        resumed = hosts.found(name)["resumed"]
+        if name == ACROSS:
+            assert "spans non-addressable" in resumed["refused"]
+        else:
+            assert resumed["same"]

@@ -1,12 +1,15 @@
 """One of the two processes of test_two_hosts.py, each with two devices of the four.
 
-    python worker_jax.py RANK COORDINATOR:PORT DISTRIBUTION RESULTS.json
+    python worker_jax.py DIRECTORY
 
-DISTRIBUTION is a key of DISTRIBUTIONS. Each process holds the rows of each batch that belong to
-its devices. What `train` returns goes to RESULTS.json.
+Where they meet, and which of them this is, stands in the environment, as docs/guide.md says. For
+each of DISTRIBUTIONS the process works in DIRECTORY/DISTRIBUTION/host_RANK and writes what `run`
+returns to results.json there. DIRECTORY/DISTRIBUTION/shared_logs is the log_dir of both.
 """
 
 import json
+import os
+import pathlib
 import sys
 import warnings
 
@@ -18,69 +21,145 @@ import kmp
 
 BATCH, FEATURES, HIDDEN, UNITS = 8, 4, 8, 4
 OVERFLOW = 2.0**122  # as a target: the loss is finite, and its gradient too until it is scaled
+ALL = slice(None)
 
 
 def data_parallel():
     return keras.distribution.DataParallel(auto_shard_dataset=False)
 
 
-def model_parallel():
-    """The batch over the processes, the kernels over the devices of each."""
-    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"])
+def model_parallel(axes):
+    mesh = keras.distribution.DeviceMesh((2, 2), axes)
     layout = keras.distribution.LayoutMap(mesh)
-    layout["first/kernel"] = (None, "model")
-    layout["second/kernel"] = ("model", None)
+    layout[".*first/kernel"] = (None, "model")
+    layout[".*second/kernel"] = ("model", None)
     return keras.distribution.ModelParallel(
         layout_map=layout, batch_dim_name="batch", auto_shard_dataset=False
     )
 
 
-DISTRIBUTIONS = {"data_parallel": data_parallel, "model_parallel": model_parallel}
+# In the last each process holds half of each kernel and, as it has devices for all of the batch,
+# all of the data.
+DISTRIBUTIONS = {
+    "data_parallel": data_parallel,
+    "model_parallel": lambda: model_parallel(["batch", "model"]),
+    "model_parallel_across_hosts": lambda: model_parallel(["model", "batch"]),
+}
 
 
-def main(rank, coordinator, distribution, results):
+def main(directory):
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 2)
-    keras.distribution.initialize(coordinator, num_processes=2, process_id=int(rank))
-    keras.distribution.set_distribution(DISTRIBUTIONS[distribution]())
-    found = train(rank=int(rank))
-    with open(results, "w") as file:
-        json.dump(found, file)
+    keras.distribution.initialize()
+    rank, half = jax.process_index(), BATCH // 2
+    own_rows = slice(rank * half, (rank + 1) * half)
+    for name, distribution in DISTRIBUTIONS.items():
+        home = pathlib.Path(directory, name, f"host_{rank}")
+        home.mkdir(parents=True)
+        os.chdir(home)
+        keras.distribution.set_distribution(distribution())
+        found = run(ALL if "across" in name else own_rows, home.parent / "shared_logs")
+        pathlib.Path("results.json").write_text(json.dumps(found))
+        keras.utils.clear_session()
 
 
-def train(rank=None):
-    """An overflow and a loss of inf in `fit`, under all that watches.
+def run(rows, log_dir):
+    """Everything that is done in `fit`, with the `rows` of each batch that this process holds."""
+    return {
+        "watched": watched(rows, log_dir),
+        "stopped": stopped(rows),
+        "rolled_back": rolled_back(rows),
+        "swept": swept(rows),
+        "resumed": resumed(rows),
+    }
 
-    Args:
-        rank: int, the process whose rows to train on; None for all rows.
 
-    Returns:
-        kmp's warnings, and `{name: numbers}` of the history and of the state at the end.
-    """
+def watched(rows, log_dir):
+    """An overflow and a loss of inf under all that watches."""
     model = make_model()
     callbacks = [
-        kmp.callbacks.GradientHealth(update_freq=1),
+        kmp.callbacks.GradientHealth(log_dir, update_freq=1),
         kmp.callbacks.DivergenceGuard(update_freq=1),
         kmp.callbacks.TerminateOnNaN(update_freq=1),
     ]
-    return fit(model, callbacks, rank, steps=5, poisoned={1: OVERFLOW, 2: np.inf})
+    found = fit(model, rows, poisoned(5, {1: OVERFLOW, 2: np.inf}), callbacks)
+    assert_distributed(model)
+    return {**found, **state(model)}
 
 
-def make_model():
-    model = keras.Sequential(
-        [
-            keras.Input((FEATURES,)),
-            keras.layers.Dense(HIDDEN, use_bias=False, name="first"),
-            keras.layers.Dense(UNITS, use_bias=False, name="second"),
-        ]
+def stopped(rows):
+    """Losses of inf until TerminateOnNaN has had enough of them."""
+    model, stop = make_model(), kmp.callbacks.TerminateOnNaN(patience=3, update_freq=1)
+    found = fit(model, rows, poisoned(8, dict.fromkeys(range(2, 8), np.inf)), [stop])
+    return {**found, **state(model), "because": stop.stopped_because}
+
+
+def rolled_back(rows):
+    """Inputs of two steps a hundred times as large, after which the loss diverges."""
+    guard = kmp.callbacks.DivergenceGuard(
+        "rollback",
+        update_freq=1,
+        snapshot_freq=1,
+        detector=kmp.callbacks.SpikeDetector(patience=2),
     )
+    model = make_model(learning_rate=2.0**-8, loss="mse")
+    x, y = batches(20)
+    x[14:16, -1] *= 100.0
+    found = fit(model, rows, (x, y), [guard])
+    return {**found, **state(model), "rollbacks": guard.rollbacks}
+
+
+def swept(rows):
+    """A learning rate found, and whether all of the state is as before, bit for bit."""
+    model = make_model(learning_rate=2.0**-8, loss="mse")
+    fit(model, rows, batches(1))
+    x, y = own(rows, poisoned(1, {0: np.nan}))
+    model.evaluate(x, y, batch_size=len(x), verbose=0)  # an average of NaN has to come back too
+    before = state(model, model.metrics_variables)
+    finder = kmp.callbacks.LearningRateFinder(1e-3, 1.0, steps=20, log_dir="finder_logs")
+    x, y = own(rows, batches(20))
+    finder.find(model, x, y, batch_size=len(x) // 20, shuffle=False)
+    same = equal(before, state(model, model.metrics_variables))
+    points = [finder.learning_rates, finder.losses]
+    return {"suggestion": finder.suggestion, "points": points, "same": same}
+
+
+def resumed(rows):
+    """The state after two `fit`s, the second of what was saved after the first."""
+    model = make_model()
+    fit(model, rows, poisoned(3, {2: np.nan}))
+    try:
+        model.save("model.keras")
+    except RuntimeError as error:
+        return {"refused": str(error)}
+    saved = state(model)
+    model = keras.models.load_model("model.keras", {"linear_loss": linear_loss})
+    same = equal(saved, state(model))
+    found = fit(model, rows, batches(2), [kmp.callbacks.GradientHealth("own_logs")])
+    return {**found, **state(model), "same": same}
+
+
+def make_model(learning_rate=float(BATCH), loss=None):
+    """By default the learning rate undoes the division by the batch: all numbers stay exact."""
+    x = keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(HIDDEN, use_bias=False, name="first")(x)
+    model = keras.Model(x, keras.layers.Dense(UNITS, use_bias=False, name="second")(hidden))
     model.set_weights([integers(FEATURES, HIDDEN, seed=1), integers(HIDDEN, UNITS, seed=2)])
     rule = kmp.DynamicLossScale(initial_scale=1024, growth_interval=100)
-    # The learning rate undoes the division by the batch: the weights stay small integers.
-    model.compile(kmp.scaled("sgd", rule, learning_rate=float(BATCH), momentum=0.5), linear_loss)
+    optimizer = kmp.scaled("sgd", rule, learning_rate=learning_rate, momentum=0.5)
+    model.compile(optimizer, loss or linear_loss)
     return model
+
+
+def assert_distributed(model):
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        sharding = model.trainable_variables[0].value.sharding
+        assert len(sharding.device_set) == 4
+        in_pieces = isinstance(distribution, keras.distribution.ModelParallel)
+        assert sharding.is_fully_replicated != in_pieces
 
 
 def linear_loss(y_true, y_pred):
@@ -93,26 +172,51 @@ def integers(*shape, seed):
     return np.random.default_rng(seed).choice(np.float32([-1, 0, 0, 1]), shape)
 
 
-def fit(model, callbacks, rank, steps, poisoned, epochs=1):
-    """Train on the rows of `rank`; targets of process 1 are as bad as `poisoned` says, by step."""
-    x = integers(steps, BATCH, FEATURES, seed=3)
-    y = integers(steps, BATCH, UNITS, seed=4)
-    for step, value in poisoned.items():
-        y[step, -1] = value
-    half = BATCH // 2
-    rows = slice(None) if rank is None else slice(rank * half, (rank + 1) * half)
-    x, y = x[:, rows].reshape(-1, FEATURES), y[:, rows].reshape(-1, UNITS)
-    settings = {"batch_size": len(x) // steps, "epochs": epochs, "shuffle": False, "verbose": 0}
+def batches(steps):
+    """Inputs [steps, BATCH, FEATURES] and targets [steps, BATCH, UNITS]."""
+    return integers(steps, BATCH, FEATURES, seed=3), integers(steps, BATCH, UNITS, seed=4)
+
+
+def poisoned(steps, targets):
+    """The same with the `{step: target}` in the last row, which is one of process 1."""
+    x, y = batches(steps)
+    for step, target in targets.items():
+        y[step, -1] = target
+    return x, y
+
+
+def own(rows, data):
+    """The rows of each batch that a process holds, one after another."""
+    return [array[:, rows].reshape(-1, array.shape[-1]) for array in data]
+
+
+def fit(model, rows, data, callbacks=()):
+    """The history, and kmp's warnings."""
+    x, y = own(rows, data)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        history = model.fit(x, y, callbacks=callbacks, **settings).history
+        history = model.fit(
+            x,
+            y,
+            batch_size=len(x) // len(data[0]),
+            shuffle=False,
+            callbacks=[kmp.callbacks.TerminateOnNaN(), *callbacks],
+            verbose=0,
+        ).history
     said = [str(w.message) for w in caught if str(w.message).startswith("Step")]
-    state = numbers(model.variables + model.optimizer.variables)
-    return {"warnings": said, **history, **state}
+    return {"warnings": said, **history}
 
 
-def numbers(variables):
+def state(model, more=()):
+    """Weights, the optimizer's whole state, and more."""
+    variables = [*model.variables, *model.optimizer.variables, *more]
     return {v.path: whole(v).tolist() for v in variables}
+
+
+def equal(before, after):
+    return before.keys() == after.keys() and all(
+        np.array_equal(before[path], value, equal_nan=True) for path, value in after.items()
+    )
 
 
 def whole(variable):

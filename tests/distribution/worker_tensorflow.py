@@ -4,11 +4,13 @@
 
 Each CASE is a step of a custom loop in which the workers named by its digits ("", "0", "1", "01")
 hold an inf. The loop is run for each of the optimizers in turn. After each step a line with the
-whole state is appended to RESULTS.jsonl.
+whole state is appended to RESULTS.jsonl. RESULTS.writes says at the end whether this worker is the
+one that writes event files.
 """
 
 import json
 import os
+import pathlib
 import sys
 
 import keras
@@ -16,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import kmp
+from kmp import _backend
 
 SETTINGS = {"learning_rate": 0.5, "momentum": 0.5}
 OPTIMIZERS = {
@@ -32,7 +35,8 @@ def main(results, runs, *cases):
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     for run in runs.split("/"):
         optimizer_name, mode = run.split(",")
-        train(strategy, worker, OPTIMIZERS[optimizer_name], mode == "graph", results, cases)
+        model = train(strategy, worker, OPTIMIZERS[optimizer_name], mode == "graph", results, cases)
+    pathlib.Path(results).with_suffix(".writes").write_text(str(_backend.writes_logs(model)))
 
 
 def train(strategy, worker, make_optimizer, graph, results, cases):
@@ -61,6 +65,7 @@ def train(strategy, worker, make_optimizer, graph, results, cases):
         step(tf.constant(x))
         with open(results, "a") as file:
             print(json.dumps(state(model, optimizer)), file=file)
+    return model
 
 
 def state(model, optimizer):

@@ -3,7 +3,8 @@
     python worker_torch.py RANK MEETING_POINT RESULTS.jsonl REDUCTION WINDOW CASE...
 
 See worker_tensorflow.py for CASE and RESULTS. REDUCTION says who averages the gradients: "ddp",
-"all_reduce" (this loop) or "none". WINDOW is the number of micro-batches in a step.
+"all_reduce" (this loop), "none", or "fit" for none in a `fit` on each process at the end, with one
+`log_dir` beside RESULTS. WINDOW is the number of micro-batches in a step.
 """
 
 import datetime
@@ -48,9 +49,18 @@ def main(rank, meeting_point, results, reduction, window, *cases):
             optimizer.apply(gradients, model.trainable_variables)
         with open(results, "a") as file:
             print(json.dumps(state(model, optimizer)), file=file)
+    if reduction == "fit":
+        fit(os.path.join(os.path.dirname(results), "logs"))
     torch.distributed.destroy_process_group()
     # Now and then CPython never ends its last garbage collection after DistributedDataParallel.
     os._exit(0)
+
+
+def fit(log_dir):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd"), "mse")
+    watch = kmp.callbacks.GradientHealth(log_dir)
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), callbacks=[watch], verbose=0)
 
 
 def state(model, optimizer):

@@ -46,9 +46,9 @@ def test_bins_are_the_exponents_of_the_scaled_gradient(mode):
     weight = keras.Variable(np.zeros(len(values), "float32"))
 
     def measure(gradient):
-        before = _sample.sample(gather([gradient], [len(values)]), [weight])
+        before = _sample.sample(gather([gradient], [len(values)]), [weight.value])
         after = ops.zeros((len(values),), "float32")
-        return _sample.measure_sample(before, after, [weight], [0])
+        return _sample.measure_sample(before, after, [weight.shape], [0])
 
     measured = compiled(measure, mode)(ops.convert_to_tensor(values.astype("float32")))
     bins = ops.convert_to_numpy(measured)[0, 3:]
@@ -73,9 +73,10 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
 
     def measure(present):
         parts = gather([*present[:2], None, *present[2:]], sizes)
-        sample, order = _sample.sample(parts, earlier), _sample.layout(parts, len(sizes))
-        after = _sample.sample_weights(variables, order)
-        return _sample.measure_sample(sample, after, variables, order)
+        sample = _sample.sample(parts, [v.value for v in earlier])
+        order = _sample.layout(parts, len(sizes))
+        after = _sample.sample_weights([v.value for v in variables], order)
+        return _sample.measure_sample(sample, after, shapes, order)
 
     present = [ops.convert_to_tensor(g) for g in gradients if g is not None]
     measured = ops.convert_to_numpy(compiled(measure, mode)(present))
@@ -92,9 +93,9 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
 def test_the_norm_of_a_large_variable_is_estimated():
     weights = np.random.default_rng(1).normal(size=(300, 200)).astype("float32")
     variable = keras.Variable(weights)
-    before = _sample.sample([], [keras.Variable(weights - 0.5)])
-    after = _sample.sample_weights([variable], [0])
-    row = _sample.measure_sample(before, after, [variable], [0])[0]
+    before = _sample.sample([], [ops.convert_to_tensor(weights - 0.5)])
+    after = _sample.sample_weights([variable.value], [0])
+    row = _sample.measure_sample(before, after, [variable.shape], [0])[0]
     # Of n normal numbers, the norm errs by 1 / sqrt(2 n): five standard deviations at n = 2,700.
     norm = np.linalg.norm(weights)
     np.testing.assert_allclose(ops.convert_to_numpy(row)[0], norm, rtol=0.07)
@@ -110,7 +111,7 @@ def test_a_sparse_gradient_is_sampled_where_the_weights_are(mode):
 
     def sample(values, indices):
         slices = tf.IndexedSlices(values, indices, tf.constant([10, 4]))
-        return _backend.gradient_sample(slices, (3, 2))
+        return _backend.gradient_sample(slices, (3, 2), "host")
 
     values, indices = tf.reshape(tf.range(12.0), (3, 4)), tf.constant([3, 4, 3])
     dense = np.zeros((10, 4))
@@ -135,7 +136,7 @@ def train(steps, every, poisoned=()):
 def test_details_are_of_the_last_sampled_step(every, last):
     optimizer = train(12, every)
     report = optimizer.gradient_report()
-    assert ops.convert_to_numpy(optimizer.sampling).tolist() == [every, 0, 12, last]
+    assert ops.convert_to_numpy(optimizer.telemetry.sampling).tolist() == [every, 0, 12, last]
     assert report.measured_step == 12
     assert (report.details is None) == (last == 0)
     if last:
@@ -143,11 +144,11 @@ def test_details_are_of_the_last_sampled_step(every, last):
         assert set(report.update_ratio) == set(report.paths)
         assert report.degraded_share == dict.fromkeys(report.paths, 0.0)
     optimizer.sample_gradients(7, and_at=30)  # what comes next; what was measured stays
-    assert ops.convert_to_numpy(optimizer.sampling).tolist() == [7, 30, 12, last]
+    assert ops.convert_to_numpy(optimizer.telemetry.sampling).tolist() == [7, 30, 12, last]
 
 
 def test_levels_stand_still_between_samples_and_events_do_not(monkeypatch):
-    monkeypatch.setattr(kmp.health, "FIRST_STEPS", 3)
+    monkeypatch.setattr(kmp.health.measure, "FIRST_STEPS", 3)
     report = train(9, 4, poisoned=[6]).gradient_report()
     assert report.measured_step == 8
     assert [(e.step, e.num_variables) for e in report.events] == [(6, 4)]
@@ -190,6 +191,7 @@ def test_the_compiled_step_asks_nobody():
     optimizer = model.optimizer
     optimizer.build(model.trainable_variables)
     optimizer.sample_gradients(10)
+    optimizer.scale_loss(0.0)
     weights = [v.value for v in model.trainable_variables]
 
     def text(step):

@@ -87,7 +87,7 @@ def test_the_step_of_an_accelerator_is_that_of_a_cpu(mode, monkeypatch):
         expected = train(details)
         for device in ("gpu", "tpu"):
             with monkeypatch.context() as patch:
-                patch.setattr(_backend, "compiled_for", lambda d=device: d)
+                patch.setattr(_backend, "per_target", lambda f, shapes, *x, d=device: f(d, *x))
                 found = train(details)
             for x, y in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(x, y)
@@ -154,9 +154,9 @@ def test_a_number_that_is_not_finite_is_found_wherever_it_stands(path, dtype):
     """Vectorised loops have heads, tails and threads' borders."""
     import torch
 
-    from kmp._backend import torch as torch_backend
+    from kmp._backend.torch import core
 
-    find, dtype = getattr(torch_backend, path), getattr(torch, dtype)
+    find, dtype = getattr(core, path), getattr(torch, dtype)
     largest = torch.finfo(dtype).max
     for size in (1, 2, 17, 64, 127, 4097, 70001):
         good = torch.linspace(-1, 1, size, dtype=torch.float64).to(dtype) * largest
@@ -190,6 +190,7 @@ def test_a_step_takes_no_more_operators_for_more_variables(measures):
         run = Run(optimizer, variables=variables)
         if isinstance(optimizer, kmp.LossScaleOptimizer):
             optimizer.steps.assign(200)  # past those that are all measured
+            optimizer.scale_loss(0.0)
         gradients = [torch.ones(8, 8) for _ in variables]
         with Counter() as counter:
             optimizer.apply(gradients, run.variables)
@@ -208,7 +209,7 @@ def test_a_step_takes_no_more_operators_for_more_variables(measures):
 def test_masked_assignments_keep_or_are_the_assignments(mode):
     import tensorflow as tf
 
-    from kmp._backend.tensorflow_masked import masked_assignments
+    from kmp._backend.tensorflow.masked import masked_assignments
 
     def change_if(variables, change, flag):
         with masked_assignments(flag, variables):

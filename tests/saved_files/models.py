@@ -98,7 +98,8 @@ def subclassed():
 
 
 def converted(model, policy):
-    return kmp.to_mixed_precision(model, policy)[0]
+    kmp.to_mixed_precision(model, policy)
+    return model
 
 
 def converted_float16():
@@ -123,11 +124,14 @@ def quantize_aware():
     x = layers.Conv2D(4, 3, activation="relu", name="body")(image)
     model = keras.Model(image, layers.Dense(2, name="head")(layers.Flatten()(x)))
     model.compile(adam(), "mse")
-    return kmp.quantize_aware(model, weight_bits=6, freeze_after=2)[0]
+    kmp.quantize_aware(model, weight_bits=6, freeze_after=2)
+    return model
 
 
 def subclassed_quantize_aware():
-    return kmp.quantize_aware(subclassed())[0]
+    model = subclassed()
+    kmp.quantize_aware(model)
+    return model
 
 
 MODELS = {

@@ -197,6 +197,7 @@ def test_an_accumulating_step_has_no_branch(use_ema):
     inner = k.Adam(gradient_accumulation_steps=2, use_ema=use_ema)
     scaled, variable = kmp.scaled(inner), keras.Variable(np.ones(3, "float32"))
     scaled.build([variable])
+    scaled.scale_loss(0.0)
     own = [v.value for v in scaled.variables]
     text = str(jax.make_jaxpr(scaled.stateless_apply)(own, [variable.value], [variable.value]))
     assert ("cond[" in text) == use_ema

@@ -165,3 +165,13 @@ def test_errors_name_the_strategy_and_the_missing_maximum():
     rule = kmp.AmaxLossScale()
     with pytest.raises(ValueError, match=r"Received: max_abs=None\. Write rule\.next\(state"):
         rule.next(rule.init(), True)
+
+
+def test_a_step_without_any_number():
+    """Every gradient is empty: there is nothing to measure, and nothing to raise."""
+    optimizer = kmp.scaled("sgd", kmp.AmaxLossScale(initial_scale=8.0))
+    variables = [keras.Variable(np.zeros((0,), "float32"))]
+    optimizer.build(variables)
+    optimizer.scale_loss(0.0)
+    optimizer.apply([ops.zeros((0,))], variables)
+    assert int(ops.convert_to_numpy(optimizer.skipped_steps)) == 0

@@ -250,3 +250,90 @@ def test_a_bad_grad_scaler_state_changes_nothing(change, message):
     with pytest.raises(ValueError, match=message):
         model.optimizer.load_state({**before, **change})
     assert model.optimizer.state() == before
+
+
+def states_of(optimizer):
+    return [ops.convert_to_numpy(v) for v in optimizer.variables]
+
+
+def file_of(optimizer, variables):
+    """What `optimizer` stores of itself after a step on `variables`."""
+    optimizer.build(variables)
+    optimizer.scale_loss(0.0)
+    optimizer.apply([ops.ones(v.shape) for v in variables], variables)
+    store = {}
+    optimizer.save_own_variables(store)
+    return store
+
+
+def of_shapes(*shapes):
+    return [
+        keras.Variable(np.ones(shape, "float32"), name=f"w{i}") for i, shape in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "live", "message"),
+    [
+        (("adam", [(2, 3)]), ("adadelta", [(2, 3)]), "'momentum' of shape .* 'accumulated_grad"),
+        (("adam", [(2, 3)]), ("adam", [(3, 2)]), r"shape \(2, 3\) where this one .* \(3, 2\)"),
+        (("adam", [(2, 3), (6,)]), ("adam", [(6,), (2, 3)]), r"'momentum' of shape \(2, 3\)"),
+    ],
+    ids=["another_optimizer", "transposed", "in_another_order"],
+)
+def test_state_of_as_many_numbers_is_told_apart(stored, live, message):
+    store = file_of(kmp.scaled(stored[0]), of_shapes(*stored[1]))
+    optimizer = kmp.scaled(live[0])
+    optimizer.build(of_shapes(*live[1]))
+    before = states_of(optimizer)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        optimizer.load_own_variables(store)
+    for old, new in zip(before, states_of(optimizer), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_the_names_of_layers_may_differ():
+    """Another instance of a model numbers its layers differently."""
+    store = file_of(
+        kmp.scaled("adam"), [keras.Variable(np.ones(2, "float32"), name="dense_kernel")]
+    )
+    optimizer = kmp.scaled("adam")
+    optimizer.build([keras.Variable(np.ones(2, "float32"), name="dense_7_kernel")])
+    optimizer.load_own_variables(store)
+    assert int(ops.convert_to_numpy(optimizer.steps)) == 1
+
+
+def test_a_counter_means_nothing_to_another_rule():
+    """Dynamic counts up to the next growth, Amax down to its next look at the gradients."""
+    dynamic = kmp.scaled("sgd", kmp.DynamicLossScale(64, growth_interval=2000))
+    store = file_of(dynamic, of_shapes((2,)))
+    store["step_counter"] = np.int32(1999)
+    amax = kmp.scaled("sgd", kmp.AmaxLossScale())
+    amax.build(of_shapes((2,)))
+    amax.load_own_variables(store)
+    assert int(ops.convert_to_numpy(amax.step_counter)) == 0
+    again = kmp.scaled("sgd", kmp.DynamicLossScale(64, growth_interval=2000))
+    again.build(of_shapes((2,)))
+    again.load_own_variables(store)
+    assert int(ops.convert_to_numpy(again.step_counter)) == 1999
+
+
+def test_a_countdown_is_no_growth_tracker():
+    amax = kmp.scaled("sgd", kmp.AmaxLossScale())
+    amax.build(of_shapes((2,)))
+    amax.step_counter.assign(1500)
+    assert amax.state()["_growth_tracker"] == 0
+
+
+@pytest.mark.parametrize("damage", [{"step_counter": np.int32(-7)}, {"inner_sizes": None}])
+def test_damaged_state_is_refused_and_changes_nothing(damage):
+    store = file_of(kmp.scaled("sgd"), of_shapes((2,)))
+    store.update(damage)
+    store = {key: value for key, value in store.items() if value is not None}
+    optimizer = kmp.scaled("sgd")
+    optimizer.build(of_shapes((2,)))
+    before = states_of(optimizer)
+    with pytest.raises(ValueError, match=next(iter(damage))):
+        optimizer.load_own_variables(store)
+    for old, new in zip(before, states_of(optimizer), strict=True):
+        np.testing.assert_array_equal(old, new)

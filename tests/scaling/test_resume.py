@@ -14,7 +14,7 @@ TIMEOUT = 50  # seconds
 def run(directory, *names, backend=BACKEND, codes=None):
     """Run parts of training_run.py side by side, each in a new process."""
     directory.mkdir(exist_ok=True)
-    commands = [[TESTS / "training_run.py", directory, name] for name in names]
+    commands = [[TESTS / "scaling" / "training_run.py", directory, name] for name in names]
     environments = [environment(KERAS_BACKEND=backend)] * len(names)
     run_all(commands, environments, directory, TIMEOUT, codes)
 

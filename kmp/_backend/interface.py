@@ -1,0 +1,285 @@
+"""What kmp asks of a backend: each function declared, typed and documented once.
+
+`kmp/_backend/jax`, `tensorflow` and `torch` are modules with these functions, and
+`kmp/_backend/default.py` has what most of them share. The rest of kmp names no backend.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Tree, Variable
+
+
+class Backend(Protocol):
+    """The functions of a backend, by what they are for."""
+
+    # ---- Where it runs -------------------------------------------------------------------------
+
+    def platform(self) -> str:
+        """Where the training runs: "cpu", "gpu" or "tpu"."""
+
+    def device(self) -> Device:
+        """The first device of this process."""
+
+    def device_memory(self) -> DeviceMemory | None:
+        """What the tensors on the first device take; begins a new peak. None if nobody counts."""
+
+    def inside_xla(self) -> bool:
+        """Whether XLA compiles what is being traced."""
+
+    def per_target(
+        self,
+        function: Callable[..., Sequence[Tensor]],
+        shapes: Sequence[tuple[int, ...]],
+        *tensors: Any,
+    ) -> Sequence[Tensor]:
+        """Call `function` with the name of the target that it is compiled for, and with `tensors`.
+
+        Args:
+            function: takes "cpu", "gpu" or "tpu", or "host" where XLA compiles nothing, and the
+                tensors. All that it reads of the step must be among these, since it may be called
+                later, when the step is lowered.
+            shapes: the shapes of the float32 tensors that it returns.
+            *tensors: handed to it.
+        """
+
+    def compiled(self, function: Callable) -> Callable:
+        """A function of tensors as one program, where each operation would be one otherwise."""
+
+    def writes_logs(self, model: Any) -> bool:
+        """Whether this process is the one that writes event files for the model."""
+
+    # ---- Gradients: dense tensors, or `tf.IndexedSlices` ----------------------------------------
+
+    def gradient_values(self, gradient: Gradient) -> Tensor:
+        """The numbers of a gradient, as they come."""
+
+    def gradient_rows(self, gradient: Gradient) -> Tensor:
+        """The numbers of a gradient; rows of a sparse one that share an index are summed."""
+
+    def gradient_sample(self, gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
+        """A strided slice of a gradient, one stride per axis; zeros where a sparse one has no row.
+
+        Args:
+            gradient: what is sampled.
+            strides: one for each axis.
+            target: from `per_target`.
+        """
+
+    def map_gradient_values(
+        self, function: Callable[[Tensor], Tensor], gradient: Gradient
+    ) -> Gradient:
+        """Apply an elementwise function to the numbers of a gradient; sparse stays sparse."""
+
+    def multiply(self, gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
+        """Each gradient, of float32 or wider, times a scalar."""
+
+    def are_finite(self, tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
+        """Whether all numbers of each tensor, or of each of its rows, are finite.
+
+        Args:
+            tensors: of floats; at least one, none of them empty.
+            by_row: for each, whether it is a matrix whose rows are asked for one by one.
+
+        Returns:
+            bool[n], one for each tensor or row, in their order.
+        """
+
+    def reduce_columns(
+        self, columns: tuple[Tensor, ...], axes: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
+        """The maximum of the second column and the sums of the others, over some axes.
+
+        Inside XLA it is one reduction: each gradient is read once, and the columns are never in
+        memory.
+        """
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the replicas, where each replica computes a part of it."""
+
+    # ---- The step ------------------------------------------------------------------------------
+
+    def flags(
+        self, number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Turn counts into the flags that the rest of the step acts on.
+
+        Args:
+            number: int32[], how many gradients are not finite.
+            loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
+            due: bool[2] or None, handed on.
+
+        Returns:
+            bool[], gradients finite; bool[], loss finite; `due`.
+        """
+
+    def after(self, finite: Tensor, sample: Tensor) -> Tensor:
+        """`finite`, but known only once `sample` is, so that nothing is updated before."""
+
+    def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+        """`compute()` if `pred`, else `otherwise`; neither writes anything."""
+
+    def run_step(
+        self,
+        step: Callable[..., None],
+        gradients: list[Gradient],
+        variables: list[Variable],
+    ) -> None:
+        """Sum the gradients over the replicas, if there are any, and run a step for all of them.
+
+        Args:
+            step: takes how its parts run (`default.OneReplica`), the gradients and the variables.
+            gradients: of the scaled loss, of this replica.
+            variables: one for each of them.
+
+        Raises:
+            ValueError: on TensorFlow, in the cross-replica context of a strategy.
+        """
+
+    def note_loss(self, variable: Variable, nonfinite: Tensor) -> None:
+        """Remember until the next step that a loss was not finite, where that is possible.
+
+        Not on JAX, where the loss is scaled inside a pure function, nor under a `tf.distribute`
+        strategy, whose replicas have a loss each.
+        """
+
+    # ---- Keras's training loop -------------------------------------------------------------------
+
+    SEES_LOSS: bool  # whether `note_loss` knows of a loss that is not finite before the step
+    END_OF_DATA: tuple[type[Exception], ...]  # what a train function raises when the data ends
+
+    def around_train_step(
+        self,
+        model: Any,
+        train_step: Callable[..., Any],
+        before: Callable[[], Any],
+        after: Callable[[Any, Any], Any],
+    ) -> Callable[..., Any]:
+        """Run two functions around Keras's train step, in the same compiled program.
+
+        Both read and assign the variables of the model, its optimizer and its metrics, as ordinary
+        Keras code does.
+
+        Args:
+            model: `keras.Model`, compiled.
+            train_step: its train step, with the signature that the backend's trainer calls.
+            before: called first; what it returns is handed to `after`.
+            after: called with that and with the logs of the train step; returns the logs.
+
+        Returns:
+            A train step with the same signature.
+        """
+
+    def kept_values(self, variables: Sequence[Variable]) -> list[Tensor]:
+        """The present values of variables, which later assignments do not change."""
+
+    def keep_old_unless(
+        self, applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]
+    ) -> None:
+        """Give each variable its old value back unless `applied`, a bool[]."""
+
+    def settle(self, model: Any) -> None:
+        """Write the state that the loop of `fit` holds into the variables of the model."""
+
+    # ---- Layers --------------------------------------------------------------------------------
+
+    def matmul_float32(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """`x @ kernel` of two half matrices, accumulated and returned in float32."""
+
+    def custom_gradient(
+        self,
+        forward: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor | None]],
+        inputs: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
+        """`forward(*inputs)`, differentiated by `backward`.
+
+        Args:
+            forward: returns a tuple of tensors; all but the first are kept for the backward pass.
+            backward: takes the inputs, what was kept and the gradients of all of the tensors;
+                returns those of the inputs: one each, or None.
+            inputs: tensors, kept for the backward pass.
+        """
+
+    def fused_batch_norm(
+        self,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        axis: int,
+        epsilon: float,
+        otherwise: Callable[[], Sequence[Tensor]],
+    ) -> Sequence[Tensor]:
+        """Normalize half `x` by its batch in one kernel that keeps only `x`, where there is one.
+
+        Returns:
+            The normalized `x`, in its dtype; mean, biased variance and number of elements, each of
+            the shape of `gamma`. What `otherwise` returns where there is no kernel, or it does
+            harm.
+        """
+
+    # ---- Host and device -----------------------------------------------------------------------
+
+    def read(self, model: Any, variables: list[Variable]) -> list[Tensor]:
+        """The present values of variables of `model`, its optimizer or its metrics.
+
+        Inside `fit` on JAX they live in the loop, and asking a variable would bring all of them
+        back.
+        """
+
+    def to_host(self, x: Any) -> Any:
+        """A copy of a tensor or variable on the host, for `from_host`."""
+
+    def from_host(self, variable: Variable, value: Any) -> None:
+        """Assign what `to_host` returned for this variable, or for a value of it."""
+
+    def preserved(self, variable: Variable) -> Callable[[], None]:
+        """Keep the value of a variable as stored; call the result to put it back."""
+
+    def random_state(self) -> Callable[[], None]:
+        """Keep the state of the backend's random generators; call the result to put it back."""
+
+    # ---- Replays of the debugging tools ----------------------------------------------------------
+
+    def watch_gradient(self, x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
+        """`x`, whose gradient is handed to `record` on its way back, unless it is being traced."""
+
+    def gradients(
+        self, loss: Callable[[], Tensor], variables: list[Variable]
+    ) -> tuple[Tensor, list[Gradient]]:
+        """Call `loss` eagerly; return its value and its gradients."""
+
+    def is_concrete(self, x: Any) -> bool:
+        """Whether `x` holds numbers, which a tensor that is being traced does not."""
+
+    def without_functions(self) -> AbstractContextManager[None]:
+        """Within, no function is compiled: it would keep traces of the dtypes it is run with."""
+
+    # ---- Memory --------------------------------------------------------------------------------
+
+    def compiled_bytes(
+        self, model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]
+    ) -> int | None:
+        """What XLA needs beside arguments and results to compute the gradient of `loss`.
+
+        Args:
+            model: the model that `loss` calls.
+            specs: (shape, dtype) of each of its inputs.
+            loss: a function of the list of inputs.
+
+        Returns:
+            Bytes; None if no compiler says.
+        """
+
+    def compiled_step_bytes(self, model: Any, x: Tree, y: Tree) -> int | None:
+        """The most that XLA says one compiled training step of `fit` holds.
+
+        Args:
+            model: compiled, and trained for at least one step, so that all variables are there.
+            x: one batch, of arrays; they are not computed with.
+            y: its targets.
+
+        Returns:
+            Bytes of arguments, results and working memory; None if no compiler says.
+        """

@@ -1,0 +1,43 @@
+"""A function that is traced for the device it is compiled for, also ahead of time, on JAX."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from kmp._backend.types import Tensor
+
+# JAX's names of its compilers, and what a device of theirs is called here.
+_TARGETS = {"cpu": "cpu", "tpu": "tpu", "cuda": "gpu", "rocm": "gpu"}
+
+# `jax.lax.platform_dependent` would trace the function for each target in every program.
+_per_target = Primitive("kmp_per_target")
+_per_target.multiple_results = True
+
+
+def per_target(
+    function: Callable[..., Sequence[Tensor]], shapes: Sequence[tuple[int, ...]], *tensors: Tensor
+) -> Sequence[Tensor]:
+    if not any(isinstance(x, jax.core.Tracer) for x in tensors):
+        return function(jax.default_backend(), *tensors)
+    tensors = tuple(map(jax.numpy.asarray, tensors))
+    return _per_target.bind(*tensors, function=function, shapes=tuple(shapes))
+
+
+@_per_target.def_abstract_eval
+def _(*_: Any, function: Callable, shapes: tuple) -> list:
+    return [jax.core.ShapedArray(shape, jax.numpy.dtype("float32")) for shape in shapes]
+
+
+def _lower(context: Any, *operands: Any, function: Callable, shapes: tuple, target: str) -> Any:
+    lowered = mlir.lower_fun(functools.partial(function, target), multiple_results=True)
+    return lowered(context, *operands)
+
+
+for _platform, _target in _TARGETS.items():
+    mlir.register_lowering(
+        _per_target, functools.partial(_lower, target=_target), platform=_platform
+    )

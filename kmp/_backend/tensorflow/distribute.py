@@ -1,0 +1,191 @@
+"""One step under a `tf.distribute` strategy: reduce first, then decide once for everybody.
+
+Every replica contributes to the all-reduce whatever its own gradients look like. The reduced
+gradients are the same everywhere, an inf or NaN of any replica included, so that checking,
+unscaling and clipping them gives the same verdict everywhere and nobody waits for somebody who
+skipped. Branches stand in the cross-replica context: TensorFlow refuses to synchronise replicas
+inside one that stands in a replica's.
+"""
+
+import collections
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kmp._backend import default
+from kmp._backend.types import Gradient, Tensor, Variable
+
+_lock = threading.Lock()
+_replicas_within: collections.Counter[int] = collections.Counter()  # by the optimizer's id
+
+
+def step_on_replicas(
+    step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
+) -> None:
+    """Run a step for all replicas at once.
+
+    Args:
+        step: takes how its parts run (see `default.OneReplica`), gradients and variables.
+        gradients: this replica's gradients of the scaled loss.
+        variables: their variables.
+
+    Raises:
+        ValueError: outside a replica context.
+    """
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "`apply` must be called in a replica context. Received: a call in the cross-replica "
+            "context of a tf.distribute strategy. Call it inside the function that you give to "
+            "strategy.run(...)."
+        )
+    gradients = _all_reduced(gradients)
+    if not merges_replicas():
+        step(default.OneReplica(_update_by_selects), gradients, variables)
+        return
+    tf.distribute.get_replica_context().merge_call(
+        lambda strategy, *args: step(_MergedReplicas(strategy), *args), args=(gradients, variables)
+    )
+
+
+class _MergedReplicas(default.OneReplica):
+    """Runs the parts of a step from the cross-replica context."""
+
+    def __init__(self, strategy: Any):
+        super().__init__(self._update)
+        self._strategy = strategy
+
+    def on_each(self, function: Callable, *args: Any) -> Any:
+        return self._strategy.extended.call_for_each_replica(function, args=args)
+
+    def local(self, gradients: list[Gradient]) -> list[Gradient]:
+        first = self._strategy.experimental_local_results
+        return [None if g is None else first(g)[0] for g in gradients]
+
+    def _update(
+        self, keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+    ) -> None:
+        def branch():
+            with _reduced_already(inner):
+                _update(self.on_each, inner, gradients, variables)
+            return keep
+
+        tf.cond(keep, branch, lambda: keep)
+
+
+def _update_by_selects(
+    keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+) -> None:
+    """Update, then put the old values back unless `keep`: no branch could reach other replicas."""
+    guarded = variables + inner.variables
+    before = [tf.identity(v.value) for v in guarded]
+    with _reduced_already(inner):
+        inner.apply(gradients, variables)
+    keep_old_values(keep, guarded, before)
+
+
+@contextlib.contextmanager
+def _reduced_already(inner: Any) -> Iterator[None]:
+    """Within, a Keras optimizer does not sum the gradients over the replicas a second time.
+
+    Keras sums right before the update, after clipping has seen the gradients of one replica.
+    Afterwards the optimizer is as it was, for it may be used without loss scaling too. Each
+    replica is a thread of its own: the last one to leave puts the optimizer's own method back.
+    """
+    with _lock:
+        _replicas_within[id(inner)] += 1
+        inner._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
+    try:
+        yield
+    finally:
+        with _lock:
+            _replicas_within[id(inner)] -= 1
+            if not _replicas_within[id(inner)]:
+                del _replicas_within[id(inner)], inner._all_reduce_sum_gradients
+
+
+def merges_replicas() -> bool:
+    """Tell whether the strategy brings its replicas together outside the compiled program.
+
+    All do, but for MirroredStrategy over GPUs under XLA.
+    """
+    return not tf.__internal__.distribute.strategy_supports_no_merge_call()
+
+
+def writes_logs(model: Any) -> bool:
+    # The chief writes for all workers of the model's strategy.
+    strategy = getattr(model, "distribute_strategy", None)
+    return strategy is None or strategy.extended.should_save_summary
+
+
+def keep_old_values(kept: Tensor, variables: list[Variable], old: list[Tensor]) -> None:
+    """Write the old value back into each variable, on each replica, unless `kept`."""
+
+    def select(variable, value, kept):
+        return variable.assign(tf.where(kept, variable, value))
+
+    def restore(strategy, values, kept):
+        for variable, value in zip(variables, values, strict=True):
+            strategy.extended.update(variable.value, select, args=(value, kept), group=False)
+
+    strategy = tf.distribute.get_strategy()
+    tf.__internal__.distribute.interim.maybe_merge_call(restore, strategy, old, kept)
+
+
+def _all_reduced(gradients: list[Gradient]) -> list[Gradient]:
+    present = [g for g in gradients if g is not None]
+    replica = tf.distribute.get_replica_context()
+    reduced = iter(replica.all_reduce(tf.distribute.ReduceOp.SUM, present))
+    return [None if g is None else next(reduced) for g in gradients]
+
+
+def _update(
+    on_each: Callable, inner: Any, gradients: list[Gradient], variables: list[Variable]
+) -> None:
+    """Apply the inner optimizer on every replica, with its two branches lifted out of them."""
+    window, overwrite = inner.gradient_accumulation_steps, inner.ema_overwrite_frequency
+    if not (window or (inner.use_ema and overwrite)):
+        on_each(inner.apply, gradients, variables)
+        return
+    overwrites = (inner.iterations + 1) % overwrite == 0 if inner.use_ema and overwrite else None
+
+    def apply(window_ends: bool) -> Tensor:
+        def apply_gradients(grads, variables):
+            _apply_gradients(inner, window_ends, grads, variables)
+
+        with default.applying_by(inner, apply_gradients):
+            on_each(inner.apply, gradients, variables)
+        return tf.constant(window_ends)
+
+    if window:
+        ends = (inner._iterations + 1) % window == 0
+        tf.cond(ends, lambda: apply(True), lambda: apply(False))
+    else:
+        apply(True)
+    if overwrites is not None:
+
+        def overwrite_variables():
+            inner._overwrite_model_variables_with_average_value(inner._trainable_variables)
+            return overwrites
+
+        tf.cond(overwrites, overwrite_variables, lambda: overwrites)
+
+
+def _apply_gradients(inner: Any, window_ends: bool, grads: Any, variables: Any) -> None:
+    """`BaseOptimizer._backend_apply_gradients` for a window whose end is known while tracing."""
+    if inner.gradient_accumulation_steps:
+        indices = [inner._get_variable_index(v) for v in variables]
+        accumulators = [inner._accumulated_gradients[i] for i in indices]
+        if not window_ends:
+            inner._backend_increment_gradient_accumulators(grads, accumulators)
+        else:
+            steps = inner.gradient_accumulation_steps
+            grads = [(g + a) / steps for g, a in zip(grads, accumulators, strict=True)]
+    if window_ends:
+        default.update(inner, grads, variables)
+        if inner.gradient_accumulation_steps:
+            inner._backend_reset_gradient_accumulators()
+    if inner.use_ema:
+        inner._update_model_variables_moving_average(inner._trainable_variables)

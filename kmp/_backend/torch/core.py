@@ -1,0 +1,139 @@
+"""The PyTorch side of `kmp._backend`."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from keras import ops
+
+from kmp._backend import default
+from kmp._backend.types import Device, DeviceMemory, Tensor, Variable
+
+
+def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
+    # Only CUDA has such a product: elsewhere the operands are cast up, which gives the same
+    # numbers.
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, kernel, out_dtype=torch.float32)
+    return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
+
+
+def multiply(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
+    # On GPUs in a kernel for many.
+    tensors, factor = [ops.convert_to_tensor(x) for x in gradients], ops.convert_to_tensor(factor)
+    # torch.func's transformations, of which vmap gives gradients by example, know no foreach.
+    if not tensors or torch._C._are_functorch_transforms_active():
+        return [x * factor for x in tensors]
+    return torch._foreach_mul(tensors, factor)
+
+
+def are_finite(tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
+    # By their extremes, in which torch keeps NaN: each number is read once, and nothing is written.
+    # `torch.isfinite` is four operations that write, and took 30 times as long on a CPU. On GPUs
+    # the extremes of many tensors are one kernel.
+    # (Of float8 torch has next to no operators.)
+    tensors = [x if x.element_size() > 1 else x.float() for x in tensors]
+    pairs = list(zip(tensors, by_row, strict=True))
+    return (_norms_are_finite if tensors[0].is_cuda else _extremes_are_finite)(pairs)
+
+
+def _norms_are_finite(pairs: Sequence[tuple[Tensor, bool]]) -> Tensor:
+    every = [row for x, rows in pairs for row in (x.unbind() if rows else (x,))]
+    return torch.stack(torch._foreach_norm(every, math.inf)).isfinite()
+
+
+def _extremes_are_finite(pairs: Sequence[tuple[Tensor, bool]]) -> Tensor:
+    extremes = [x.aminmax(dim=1) if rows else x.aminmax() for x, rows in pairs]
+    every = [x.reshape(-1) for both in zip(*extremes, strict=True) for x in both]
+    return torch.cat(every).isfinite().reshape(2, -1).all(dim=0)
+
+
+def flags(
+    number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    # With `torch.distributed` initialised, they hold for all processes. All of them come to the
+    # host in one go, the one synchronisation of the step, as in PyTorch's own scaler.
+    totals = torch.stack([number.to(torch.float32), loss_nonfinite])
+    if _with_other_processes():
+        torch.distributed.all_reduce(totals, op=torch.distributed.ReduceOp.SUM)
+    flags = torch.cat([totals == 0] if due is None else [totals == 0, due]).cpu()
+    return flags[0], flags[1], None if due is None else flags[2:]
+
+
+def writes_logs(model: Any) -> bool:
+    return not _with_other_processes() or torch.distributed.get_rank() == 0
+
+
+def _with_other_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def note_loss(variable: Variable, nonfinite: Tensor) -> None:
+    with torch.no_grad():
+        variable.assign(torch.maximum(variable.value, nonfinite.to(torch.float32)))
+
+
+def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+    # `flags` has brought `pred` to the host.
+    return compute() if bool(pred) else otherwise
+
+
+def run_step(step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]) -> None:
+    # DistributedDataParallel has summed the gradients.
+    step(default.OneReplica(_update_if), gradients, variables)
+
+
+def _update_if(
+    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+) -> None:
+    if bool(keep):  # `flags` has brought it to the host
+        inner.apply(gradients, variables)
+
+
+def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
+    # Copies, because torch assigns in place.
+    return [v.value.detach().clone() for v in variables]
+
+
+def platform() -> str:
+    # Keras knows no TPU on torch.
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def device() -> Device:
+    if not torch.cuda.is_available():
+        return Device(platform(), platform().upper(), None)
+    nvidia = torch.version.hip is None
+    capability = torch.cuda.get_device_capability() if nvidia else None
+    return Device("gpu", torch.cuda.get_device_name(), capability)
+
+
+def device_memory() -> DeviceMemory | None:
+    if not torch.cuda.is_available():
+        return None
+    memory = DeviceMemory(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+    torch.cuda.reset_peak_memory_stats()
+    return memory
+
+
+class _CustomGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, forward, backward, *inputs):
+        outputs = tuple(forward(*inputs))
+        ctx.gradients_of, ctx.num_inputs = backward, len(inputs)
+        ctx.save_for_backward(*inputs, *outputs[1:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        inputs, kept = ctx.saved_tensors[: ctx.num_inputs], ctx.saved_tensors[ctx.num_inputs :]
+        return None, None, *ctx.gradients_of(inputs, kept, gradients)
+
+
+def custom_gradient(
+    forward: Callable[..., Sequence[Tensor]],
+    backward: Callable[..., Sequence[Tensor | None]],
+    inputs: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    return _CustomGradient.apply(forward, backward, *inputs)

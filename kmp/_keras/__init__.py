@@ -1,0 +1,248 @@
+"""The private parts of Keras that kmp needs, each behind a function that names them.
+
+Only this package and `_backend/` may import `keras.src` or read an attribute of a Keras object that
+begins with an underscore. Checked with Keras 3.15.1.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+# Layers
+
+
+def layers_of(model: keras.Layer) -> list[keras.Layer]:
+    """`model` and all layers in it, each once: nested models, wrapped layers and RNN cells too.
+
+    A layer stands before those inside it. Private: `_flatten_layers`; `model.layers` lists neither
+    wrapped layers nor those that a layer's own code creates.
+    """
+    return model._flatten_layers()
+
+
+def parts_of(layer: keras.Layer) -> list[keras.Layer]:
+    """The layers directly inside a layer. Private: `_flatten_layers`."""
+    return layer._flatten_layers(include_self=False, recursive=False)
+
+
+def own_weights(layer: keras.Layer) -> list[Any]:
+    """The trainable variables of a layer itself, frozen or not.
+
+    Private: `_trainable_variables`; `trainable_variables` includes those of the layers inside, and
+    is empty for a frozen layer.
+    """
+    return layer._trainable_variables
+
+
+def path_of(layer: Any) -> str:
+    """The path of a layer, or its name where Keras gives no path.
+
+    Operations have no path, nor have layers that are built when they are made (pooling,
+    activations).
+    """
+    return getattr(layer, "path", None) or layer.name
+
+
+def give_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
+    """Set the dtype policy of a built layer.
+
+    Private: `_dtype_policy`. The setter of `layer.dtype_policy` writes into a `DTypePolicyMap` that
+    several layers share.
+    """
+    layer._dtype_policy = policy
+
+
+def is_preprocessing(layer: keras.Layer) -> bool:
+    """Whether a layer is, or derives from, one of Keras's for raw inputs."""
+    return any(".preprocessing." in each.__module__ for each in type(layer).__mro__)
+
+
+@contextlib.contextmanager
+def unlocked(layer: keras.Layer) -> Iterator[None]:
+    """Within, a built layer may get and lose variables.
+
+    Private: `_tracker`, which Keras locks when a layer is built; on PyTorch `_track_variables`,
+    which registers the variables with the `torch.nn.Module`.
+    """
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        layer._tracker.lock()
+        if hasattr(layer, "_track_variables"):
+            layer._track_variables()
+
+
+def drop_variable(layer: keras.Layer, name: str) -> None:
+    """Delete the variable that is the attribute `name` of a layer; within `unlocked`.
+
+    Private: `_untrack_variable`. `delattr` collects garbage as well, which takes 0.2 s each time.
+    """
+    layer._untrack_variable(getattr(layer, name))
+    super(keras.Layer, layer).__delattr__(name)
+
+
+def replace_kernel(layer: Any, make: Callable[[], Any]) -> None:
+    """Give a layer the variable that `make` returns as its kernel; within `unlocked`.
+
+    Private: `_kernel`, of which `layer.kernel` is the reading.
+    """
+    drop_variable(layer, "_kernel")
+    layer._kernel = make()
+
+
+def take_class(layer: keras.Layer, cls: type) -> None:
+    """Make a layer an instance of `cls`, with the arguments that the `call` of `cls` takes.
+
+    Private: `_call_signature`, `_call_has_training_arg` and `_call_has_context_arg`, which Keras
+    reads from `call` when the layer is made.
+    """
+    layer.__class__ = cls
+    layer._call_signature = inspect.signature(layer.call)
+    names = [each.name for each in layer._call_signature.parameters.values()]
+    layer.call_signature_parameters = names
+    layer._call_has_training_arg = "training" in names
+    layer._call_has_context_arg = {"training": "training" in names}
+
+
+def mark_quantized(layer: keras.Layer) -> None:
+    """Let `layer.quantize` refuse to quantize a layer again. Private: `_is_quantized`."""
+    layer._is_quantized = True
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Within a layer's call, variables keep their dtype. Private: `AutocastScope`."""
+    return keras.src.backend.AutocastScope(None)
+
+
+# Models
+
+
+def is_graph(model: Any) -> bool:
+    """Whether a layer is a Functional or a built Sequential model: a graph of operations."""
+    functional = isinstance(model, keras.Sequential) or hasattr(model, "operations")
+    return functional and hasattr(model, "outputs")
+
+
+def made_by(tensor: keras.KerasTensor) -> tuple[Any, list[keras.KerasTensor]]:
+    """The operation that made a tensor of a graph, and the tensors that it was given.
+
+    Private: `_keras_history` and `_inbound_nodes`; `operation.input` is that of its first call.
+    """
+    operation, node_index, _ = tensor._keras_history
+    return operation, operation._inbound_nodes[node_index].input_tensors
+
+
+def symbolic_outputs(model: Any, call: Callable | None = None) -> Any:
+    """What calling the model gives, as KerasTensors, or None if it cannot be called symbolically.
+
+    No weight or random state is read or changed, and no node is added to any layer. Private:
+    `compute_output_spec`; calling the model itself on KerasTensors would add nodes.
+    """
+    shapes = model.get_build_config() or {}
+    shapes = shapes.get("shapes_dict") or {"inputs": shapes.get("input_shape")}
+    for dtype in ("float32", "int32"):  # the model knows its inputs' shapes, not their dtypes
+        try:
+            inputs = [_specs(shape, dtype) for shape in shapes.values()]
+            if is_graph(model):
+                sequential = isinstance(model, keras.Sequential)
+                inputs = [model.inputs[0] if sequential else model.input]
+            return keras.src.backend.compute_output_spec(call or model.call, *inputs)
+        except Exception:  # whatever the user's code raises
+            continue
+    return None
+
+
+def _specs(shape: Any, dtype: str) -> Any:
+    if isinstance(shape, dict):
+        return {key: _specs(each, dtype) for key, each in shape.items()}
+    if shape and isinstance(shape[0], (list, tuple, dict)):
+        return [_specs(each, dtype) for each in shape]
+    return keras.KerasTensor(shape, dtype=dtype)
+
+
+def takes_training(layer: Any) -> bool:
+    """Whether the `call` of a layer or model takes `training`."""
+    return "training" in inspect.signature(layer.call).parameters
+
+
+def has_weights(model: Any) -> bool:
+    """Whether all weights of `model` are there.
+
+    A model whose own train step calls its layers one by one is never built itself. Private:
+    `_is_default`, Keras's mark of a `build` that a class has not overridden.
+    """
+
+    def is_complete(layer: Any) -> bool:  # or has no weights but those of the layers in it
+        return layer.built or getattr(layer.build, "_is_default", False)
+
+    return model.built or (bool(model.weights) and all(map(is_complete, layers_of(model))))
+
+
+def check_model(model: Any, owner: str) -> None:
+    """Check that a model is one, and has its weights.
+
+    Args:
+        model: what the user passed.
+        owner: name of the function that the user called.
+
+    Raises:
+        TypeError: if `model` is no Keras model.
+        ValueError: if it, or one of its layers, is not built.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` of {owner} must be a keras.Model. Received: {model!r} (of type "
+            f"{type(model).__name__}). Write keras.Sequential([layer]) for one layer; its policy "
+            "alone is set by layer.dtype_policy = kmp.Policy(...)."
+        )
+    if not has_weights(model):
+        raise ValueError(
+            f"`model` of {owner} must be built, so that its weights are there. Received: "
+            f"{type(model).__name__} {model.name!r}, which is not. Call it on a batch, or "
+            "model.build(input_shape), first; a model without `call` has its layers built one by "
+            "one."
+        )
+
+
+def forget_functions(model: keras.Layer) -> None:
+    """Drop the compiled functions of `model` and of the models in it.
+
+    `fit`, `evaluate` and `predict` would go on with the dtypes that they were traced with.
+    """
+    for layer in layers_of(model):
+        if isinstance(layer, keras.Model):
+            functions: Any = layer
+            functions.train_function = functions.test_function = functions.predict_function = None
+
+
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """The arguments that `model.compile` got, as objects; empty if it was not compiled.
+
+    Private: `_compile_config`; `get_compile_config` raises where one of them cannot be serialized.
+    """
+    return getattr(getattr(model, "_compile_config", None), "config", {})
+
+
+def replace_optimizer(model: Any, optimizer: keras.optimizers.Optimizer) -> None:
+    """Give a compiled model another optimizer, in its saved files as well.
+
+    Private: `_compile_config`, from which a loaded model is compiled.
+    """
+    model.optimizer = optimizer
+    if "optimizer" in compile_arguments(model):
+        model._compile_config.config["optimizer"] = optimizer
+
+
+# Tensors
+
+
+def with_mask_of(x: Any, y: Any) -> Any:
+    """`y`, with the mask that `x` has, if any. Private: `get_keras_mask`, `set_keras_mask`."""
+    mask = keras.src.backend.get_keras_mask(x)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(y, mask)
+    return y

@@ -1,0 +1,176 @@
+"""Record the calls of a model's layers from outside, without changing what they compute.
+
+`recording` replaces two methods of Keras for a while: `Layer.__call__`, which gets the arguments as
+the caller passed them, and `Operation.__call__`, which gets the inputs of a layer cast to its
+compute dtype, and which Functional models call for their operations. Keras has no other `__call__`
+for layers: subclassed, nested and shared layers all pass through these two.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeAlias
+
+import keras
+
+from kmp._keras import path_of
+
+Tree: TypeAlias = Any  # nested lists, tuples and dicts of tensors
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a layer, or of an operation of a Functional model.
+
+    Attributes:
+        layer: the layer or operation.
+        parent: the call that made this one; None for the outermost.
+        key: str, its place in the tree of calls, the same each time the model runs.
+        passed: args and kwargs as the caller passed them.
+        received: args and kwargs as `call` got them, cast to the compute dtype; None if the layer
+            raised before.
+        outputs: what `call` returned.
+        span: the times at which it began and ended.
+        children: the calls that it made.
+        dtype: str, what it computed in; for an operation, the dtype of its first float output.
+    """
+
+    layer: Any
+    parent: "Call | None"
+    key: str
+    passed: Tree
+    received: Tree = None
+    outputs: Tree = None
+    span: list[int] = dataclasses.field(default_factory=list)
+    children: list["Call"] = dataclasses.field(default_factory=list)
+    dtype: str = ""
+
+    @property
+    def path(self) -> str:
+        """The layer's path; with a number if its parent called that name before."""
+        path = path_of(self.layer)
+        _, _, repeat = self.key.rpartition("#")
+        return path if repeat == "1" else f"{path} (call {repeat})"
+
+
+class Recorder:
+    """Holds the calls that `recording` sees.
+
+    Args:
+        watch: called as `watch(time, call, role, tree)` with the inputs (role `"input"`) and
+            outputs (`"output"`) of each watched call; what it returns takes their place.
+        keys: `Call.key` of the calls that are watched.
+
+    Attributes:
+        calls: list of `Call`, in the order in which they began.
+        clock: int, the time: how often something was seen.
+    """
+
+    def __init__(
+        self,
+        watch: Callable[[int, Call, str, Tree], Tree] | None = None,
+        keys: Collection[str] = (),
+    ):
+        self.calls: list[Call] = []
+        self.clock = 0
+        self._watch, self._keys = watch, keys
+        self._stack: list[Call] = []
+        self._counts: dict[tuple[int, str], int] = {}
+        self._thread = threading.get_ident()
+
+    def _tick(self) -> int:
+        """Advance the clock and return the time."""
+        self.clock += 1
+        return self.clock
+
+    def begin(self, layer: Any, passed: Tree) -> None:
+        """Note that a call begins, inside those that are under way."""
+        parent = self._stack[-1] if self._stack else None
+        place = (id(parent), layer.name)  # layers of a subclassed model may share a name
+        self._counts[place] = self._counts.get(place, 0) + 1
+        above = parent.key if parent else ""
+        key = f"{above}/{layer.name}#{self._counts[place]}"
+        call = Call(layer, parent, key, passed, span=[self._tick()])
+        if parent is not None:
+            parent.children.append(call)
+        self._stack.append(call)
+        self.calls.append(call)
+
+    def end(self) -> None:
+        """Note that the innermost call ends."""
+        self._stack.pop().span.append(self._tick())
+
+    def is_on(self) -> bool:
+        """Whether this is the recorded thread: other threads call models of their own."""
+        return threading.get_ident() == self._thread
+
+    def awaits(self, layer: Any) -> bool:
+        """Whether `layer` is the innermost call, on its way from `__call__` to `call`."""
+        return bool(self._stack) and self._stack[-1].layer is layer and not self._stack[-1].received
+
+    def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Let the innermost call compute, and return its outputs."""
+        call = self._stack[-1]
+        args, kwargs = call.received = self._seen(call, "input", (args, kwargs))
+        call.outputs = self._seen(call, "output", function(call.layer, *args, **kwargs))
+        call.dtype = getattr(call.layer, "compute_dtype", None) or _dtype_of(call.outputs)
+        return call.outputs
+
+    def _seen(self, call: Call, role: str, tree: Tree) -> Tree:
+        time = self._tick()
+        if self._watch is None or call.key not in self._keys:
+            return tree
+        return self._watch(time, call, role, tree)
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Within, `recorder` sees every call of a layer in its thread.
+
+    Example:
+
+    >>> recorder = Recorder()
+    >>> with recording(recorder):
+    ...     y = keras.layers.Dense(2, name="dense")(np.ones((1, 3)))
+    >>> [(call.path, call.dtype) for call in recorder.calls]
+    [('dense', 'float32')]
+    """
+    layer_call, operation_call = keras.Layer.__call__, keras.Operation.__call__
+
+    def call_layer(self, *args, **kwargs):
+        if not recorder.is_on():
+            return layer_call(self, *args, **kwargs)
+        recorder.begin(self, (args, kwargs))
+        try:
+            return layer_call(self, *args, **kwargs)
+        finally:
+            recorder.end()
+
+    def call_operation(self, *args, **kwargs):
+        if not recorder.is_on():
+            return operation_call(self, *args, **kwargs)
+        if recorder.awaits(self):
+            return recorder.run(operation_call, args, kwargs)
+        if isinstance(self, keras.Layer):
+            return operation_call(self, *args, **kwargs)
+        recorder.begin(self, (args, kwargs))
+        try:
+            return recorder.run(operation_call, args, kwargs)
+        finally:
+            recorder.end()
+
+    keras.Layer.__call__, keras.Operation.__call__ = call_layer, call_operation
+    try:
+        yield
+    finally:
+        keras.Layer.__call__, keras.Operation.__call__ = layer_call, operation_call
+
+
+def _dtype_of(outputs: Tree) -> str:
+    """The dtype of the first float tensor in a structure; empty if there is none."""
+    tensors = [
+        x for x in keras.tree.flatten(outputs) if hasattr(x, "shape") and hasattr(x, "dtype")
+    ]
+    dtypes = [keras.backend.standardize_dtype(x.dtype) for x in tensors]
+    return next(filter(keras.backend.is_float_dtype, dtypes), "")

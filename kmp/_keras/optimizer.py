@@ -1,0 +1,147 @@
+"""What kmp uses of Keras's optimizers, typed, with the private names in one place.
+
+Keras ships no type information, so a subclass of its optimizer would answer every attribute with
+Any, a typo included. `BaseLossScaleOptimizer` is Keras's class at run time and a typed description
+of it for type checkers.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import keras
+from keras import ops
+
+Variable: TypeAlias = Any  # keras.Variable
+Tensor: TypeAlias = Any  # of any backend
+Gradient: TypeAlias = Any  # Tensor, tf.IndexedSlices or None
+
+if TYPE_CHECKING:
+
+    class BaseLossScaleOptimizer:
+        """The part of `keras.optimizers.LossScaleOptimizer` that kmp uses or inherits."""
+
+        name: str
+        built: bool
+        inner_optimizer: Any  # keras.optimizers.Optimizer
+        initial_scale: float
+        dynamic_growth_steps: int | None
+        step_counter: Variable
+        dynamic_scale: Variable
+        learning_rate: Any  # a float, a Variable or a schedule
+        loss_scale_factor: float | None
+
+        def __init__(
+            self,
+            inner_optimizer: Any,
+            initial_scale: float = ...,
+            name: str | None = ...,
+            **kwargs: Any,
+        ) -> None: ...
+        @property
+        def iterations(self) -> Variable: ...
+        @property
+        def variables(self) -> list[Variable]: ...
+        def build(self, var_list: Sequence[Variable]) -> None: ...
+        def add_variable(self, *args: Any, **kwargs: Any) -> Variable: ...
+        def apply(
+            self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None
+        ) -> None: ...
+        def apply_gradients(self, grads_and_vars: Any) -> Variable: ...
+        def scale_loss(self, loss: Tensor) -> Tensor: ...
+        def stateless_apply(
+            self,
+            optimizer_variables: Sequence[Tensor],
+            grads: Sequence[Gradient],
+            trainable_variables: Sequence[Tensor],
+        ) -> tuple[list[Tensor], list[Tensor]]: ...
+        def finalize_variable_values(self, var_list: list[Variable]) -> None: ...
+        def exclude_from_weight_decay(
+            self, var_list: Any = None, var_names: Any = None
+        ) -> None: ...
+        def set_weights(self, weights: Sequence[Any]) -> None: ...
+        def save_own_variables(self, store: Any) -> None: ...
+        def load_own_variables(self, store: Any) -> None: ...
+        def get_config(self) -> dict[str, Any]: ...
+        @classmethod
+        def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any: ...
+
+else:
+    BaseLossScaleOptimizer = keras.optimizers.LossScaleOptimizer
+
+
+def inner_optimizer_of(optimizer: Any) -> Any:
+    """The optimizer inside one that scales the loss, or `optimizer` itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def scales_the_loss(optimizer: Any) -> bool:
+    """Whether an optimizer is a LossScaleOptimizer, Keras's or kmp's."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def own_variables_of(optimizer: Any) -> list[Variable]:
+    """`_variables`: those of the wrapper alone, for `variables` lists the inner optimizer's too."""
+    return list(optimizer._variables)
+
+
+def trainable_variables_of(optimizer: Any) -> list[Variable]:
+    """`_trainable_variables`: the variables that a built optimizer updates."""
+    return optimizer._trainable_variables
+
+
+def steps_of(optimizer: Any) -> Variable:
+    """`_iterations`: int[], calls of `apply`, from which `iterations` may be computed."""
+    return optimizer._iterations
+
+
+def row_of(optimizer: Any, variable: Variable) -> int:
+    """`_var_key`, `_trainable_variables_indices`: a variable's place; -1 if it is unknown.
+
+    Keras's key knows a `tf.Variable` of MirroredStrategy by its container.
+    """
+    return optimizer._trainable_variables_indices.get(optimizer._var_key(variable), -1)
+
+
+def accumulators_of(optimizer: Any) -> list[Variable]:
+    """`_accumulated_gradients`: one for each variable; float8's scales have none."""
+    return [x for x in optimizer._accumulated_gradients if x is not None]
+
+
+def averages_of(optimizer: Any) -> list[Variable]:
+    """`_model_variables_moving_average`: of the weights, with `use_ema`."""
+    averages = optimizer._model_variables_moving_average if optimizer.use_ema else []
+    return [x for x in averages if x is not None]
+
+
+def own_the_averages(optimizer: Any) -> None:
+    """Give the moving averages buffers of their own again.
+
+    After Keras has written them into the weights, both share one on JAX, which the next `fit`
+    cannot donate twice.
+    """
+    for average in averages_of(optimizer):
+        average.assign(ops.copy(average.value))
+
+
+def stateless_apply_of_base(
+    optimizer: Any,
+    optimizer_variables: Sequence[Tensor],
+    grads: Sequence[Gradient],
+    trainable_variables: Sequence[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run `optimizer.apply` in a stateless scope, as Keras's base class does.
+
+    The class above it, Keras's LossScaleOptimizer, branches instead.
+    """
+    base: Any = super(keras.optimizers.LossScaleOptimizer, optimizer)
+    return base.stateless_apply(optimizer_variables, grads, trainable_variables)
+
+
+def is_sharded(variable: Variable) -> bool:
+    """Whether `keras.distribution` splits a variable over devices."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return False
+    layout = distribution.get_variable_layout(variable)
+    axes = getattr(layout, "axes", None) or ()
+    return any(axis is not None for axis in axes)

@@ -1,0 +1,263 @@
+"""What a step looks at in its gradients, planned once when the optimizer is built.
+
+The plan knows variables and settings, and no device. How a device measures best is decided where
+the step is compiled for it: `_backend.per_target` hands the name of the target to the functions
+here, and `_WAYS` has one line for each.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from kmp import _backend
+from kmp._backend.types import Gradient, Tensor
+from kmp.health import details, measure
+from kmp.health.reduce import Part, gather
+
+# Divides the gradients in parts by the loss scale that the tensors after them hold.
+Divide = Callable[[Sequence[Part], Sequence[Tensor]], list[Part]]
+
+
+class _Way(NamedTuple):
+    """How a target measures gradients.
+
+    Attributes:
+        with_the_check: for small and large gradients, whether their levels are measured in every
+            step, in the pass that looks for numbers that are not finite.
+        together: whether large gradients of one shape are reduced as a stack.
+        branches: whether a conditional, which stalls an accelerator, saves time.
+    """
+
+    with_the_check: tuple[bool, bool]
+    together: bool
+    branches: bool
+
+
+_WAYS = {
+    # XLA fuses a stack into its reduction on GPUs; elsewhere it writes the stack to memory.
+    "gpu": _Way(with_the_check=(True, True), together=True, branches=False),
+    "tpu": _Way(with_the_check=(True, True), together=False, branches=False),
+    # To compile one more reduction takes longer than small gradients ever cost.
+    "cpu": _Way(with_the_check=(True, False), together=False, branches=True),
+    "host": _Way(with_the_check=(False, False), together=False, branches=True),  # outside XLA
+}
+
+
+class Kind(NamedTuple):
+    """How the gradient of a variable is unscaled.
+
+    Attributes:
+        dtype: what it is cast to afterwards, or None.
+        overwrites: whether it is no gradient but the variable's next value, as float8's scales
+            are. It is never scaled.
+    """
+
+    dtype: str | None = None
+    overwrites: bool = False
+
+
+class Look(NamedTuple):
+    """What a step knows of its gradients before it writes anything.
+
+    Attributes:
+        finite: bool[], whether all gradients are finite.
+        loss_finite: bool[], False where the loss is known not to be finite.
+        nonfinite: float32[num_variables], above 0 where a gradient is not finite.
+        blamed: int32[] and int32[], from `measure.blame`.
+        due_levels: bool[], whether this step measures levels; None if nothing is measured.
+        due_details: bool[], whether it measures details; None likewise.
+        levels: float32[num_variables, 4], from `measure.measure`, possibly of an earlier step.
+        max_abs: float32[], the largest true gradient, if the plan asks for it.
+        sample: float32[2 * n], from `details.sample`, if details are measured.
+        order: the order of the variables in the sample.
+    """
+
+    finite: Tensor
+    loss_finite: Tensor
+    nonfinite: Tensor
+    blamed: tuple[Tensor, Tensor]
+    due_levels: Tensor | None = None
+    due_details: Tensor | None = None
+    levels: Tensor | None = None
+    max_abs: Tensor | None = None
+    sample: Tensor | None = None
+    order: Sequence[int] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasurePlan:
+    """What is measured of the gradients of some variables.
+
+    Attributes:
+        shapes: the shape of each variable.
+        kinds: how each gradient is unscaled. Only those of one kind are stacked.
+        sharded: whether each variable is split over devices. Its gradient is reduced where it
+            lies, on its own: a stack would move it.
+        levels: whether the levels of all gradients are measured.
+        max_abs: whether the loss-scaling rule reads the largest gradient of every step.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    kinds: tuple[Kind, ...]
+    sharded: tuple[bool, ...]
+    levels: bool
+    max_abs: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many numbers each variable has."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    def gather(self, gradients: Sequence[Gradient]) -> list[Part]:
+        """Stack the small gradients that may be measured together.
+
+        Args:
+            gradients: one for each variable, or None.
+        """
+        return gather(gradients, self.sizes, self.kinds, self.sharded)
+
+    def of_gradients(self, table: Tensor) -> Tensor:
+        """Return `[num_variables, ...]` with zeros in the rows of what is no gradient."""
+        overwrites = [kind.overwrites for kind in self.kinds]
+        if not any(overwrites):
+            return table
+        return ops.where(ops.convert_to_tensor(overwrites)[:, None], 0.0, table)
+
+    def is_checked_with_levels(self, part: Part, way: _Way) -> bool:
+        """Tell whether the levels of a part are measured in every step."""
+        small, large = way.with_the_check
+        return self.max_abs or (self.levels and (small if part.stacked else large))
+
+
+def look(
+    plan: MeasurePlan,
+    parts: Sequence[Part],
+    divide: Divide,
+    scale: Sequence[Tensor],
+    loss_nonfinite: Tensor,
+    due: Tensor | None,
+    previous: Tensor | None,
+) -> Look:
+    """Look at the gradients of a step: are they all finite, and how large are they?
+
+    Args:
+        plan: the optimizer's plan.
+        parts: the gradients, from `plan.gather`.
+        divide: divides parts by the loss scale.
+        scale: what `divide` takes with them.
+        loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
+        due: bool[2], whether this step measures levels and details as far as that does not depend
+            on its gradients; None if nothing is measured.
+        previous: float32[num_variables, 4], the levels so far.
+    """
+    nonfinite, levels = _check(plan, parts, divide, scale)
+    blamed = measure.blame(nonfinite)
+    finite, loss_finite, flags = _backend.flags(blamed[0], loss_nonfinite, due)
+    largest = None
+    if plan.max_abs:
+        largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
+    if flags is None:
+        return Look(finite, loss_finite, nonfinite, blamed, max_abs=largest)
+    # The levels of a step that overflows are always measured. (These are operators because PyTorch
+    # has the flags on the host.)
+    due_levels, due_details = flags[0] | ~finite, flags[1]
+    levels = _complete(plan, parts, divide, scale, due_levels, levels, previous)
+    return Look(finite, loss_finite, nonfinite, blamed, due_levels, due_details, levels, largest)
+
+
+def _check(
+    plan: MeasurePlan, parts: Sequence[Part], divide: Divide, scale: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """float32[n] and float32[n, 4]: what is not finite, and the levels that come with the check."""
+    number = len(plan.sizes)
+
+    def check(target: str, *tensors: Any) -> Sequence[Tensor]:
+        way = _WAYS[target]
+        true = divide(_refilled(parts, tensors[len(scale) :]), tensors[: len(scale)])
+        always = [part for part in true if plan.is_checked_with_levels(part, way)]
+        others = [part for part in true if not plan.is_checked_with_levels(part, way)]
+        if not always:
+            nonfinite = measure.find_nonfinite(others, number, together=way.together)
+            return nonfinite, ops.zeros((number, measure.OVERFLOW_STEPS), "float32")
+        levels = measure.measure(always, plan.sizes, together=way.together)
+        nonfinite = levels[:, measure.NONFINITE]
+        if others:
+            found = measure.find_nonfinite(others, number, together=way.together)
+            nonfinite = nonfinite + found
+        return nonfinite, levels
+
+    shapes = [(number,), (number, measure.OVERFLOW_STEPS)]
+    values = [part.values for part in parts]
+    nonfinite, levels = _backend.per_target(check, shapes, *scale, *values)
+    return nonfinite, levels
+
+
+def _complete(
+    plan: MeasurePlan,
+    parts: Sequence[Part],
+    divide: Divide,
+    scale: Sequence[Tensor],
+    due: Tensor,
+    levels: Tensor,
+    previous: Any,
+) -> Tensor:
+    """float32[n, 4]: the levels of all gradients if `due`, else `previous`."""
+
+    def complete(target: str, due: Any, levels: Any, previous: Any, *tensors: Any) -> list[Tensor]:
+        way = _WAYS[target]
+        refilled = _refilled(parts, tensors[len(scale) :])
+        others = [part for part in refilled if not plan.is_checked_with_levels(part, way)]
+
+        def all_levels() -> Tensor:
+            if not others:
+                return plan.of_gradients(levels)
+            # Divided in here: what stands outside a branch would be written in every step.
+            true = divide(others, tensors[: len(scale)])
+            return plan.of_gradients(levels + measure.measure(true, plan.sizes))
+
+        if others and way.branches:
+            return [_backend.compute_if(due, all_levels, previous)]
+        return [ops.where(due, all_levels(), previous)]
+
+    shapes = [(len(plan.sizes), measure.OVERFLOW_STEPS)]
+    values = [part.values for part in parts]
+    return _backend.per_target(complete, shapes, due, levels, previous, *scale, *values)[0]
+
+
+def take_sample(
+    plan: MeasurePlan, seen: Look, parts: Sequence[Part], weights: Sequence[Tensor]
+) -> Look:
+    """Add samples of the scaled gradients and of the weights before the update, if they are due.
+
+    Args:
+        plan: the optimizer's plan.
+        seen: what `look` returned, with what is due.
+        parts: the scaled gradients, from `plan.gather`.
+        weights: the present value of each variable.
+    """
+    number = details.size_before(plan.shapes)
+
+    def sample(target: str, due: Any, *tensors: Any) -> list[Tensor]:
+        refilled = _refilled(parts, tensors[: len(parts)])
+        weights = tensors[len(parts) :]
+        zeros = ops.zeros((number,), "float32")
+        if _WAYS[target].branches:
+            taken = lambda: details.sample(refilled, weights, target)  # noqa: E731
+            return [_backend.compute_if(due, taken, zeros)]
+        return [ops.where(due, details.sample(refilled, weights, target), zeros)]
+
+    values = [part.values for part in parts]
+    (before,) = _backend.per_target(sample, [(number,)], seen.due_details, *values, *weights)
+    # Otherwise XLA may update the weights first, and would keep a copy of all of them for the
+    # sample.
+    finite = _backend.after(seen.finite, before)
+    return seen._replace(
+        finite=finite, sample=before, order=details.layout(parts, len(plan.shapes))
+    )
+
+
+def _refilled(parts: Sequence[Part], values: Sequence[Any]) -> list[Part]:
+    return [part._replace(values=x) for part, x in zip(parts, values, strict=True)]

@@ -1,0 +1,165 @@
+"""What `kmp.audit` looks for in each layer: numbers that half precision cannot hold, and sizes."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from kmp._keras import is_preprocessing, layers_of, path_of
+from kmp.layers import Float32OutputDense
+from kmp.precision.float_formats import formats
+from kmp.precision.trees import HALF_DTYPES
+
+Hazards = Iterator[tuple[str, str, str]]  # path, problem, advice
+
+# NVIDIA, "Matrix Multiplication Background User's Guide": sizes in 16 bits are multiples of 8.
+_MULTIPLE = 8
+# A moving average that may stay this far from what it averages is worth a finding.
+_TOLERATED_STALL = 0.1
+
+_REVERSIBLE: Any = getattr(keras.layers, "ReversibleEmbedding", ())  # not in every Keras 3
+_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+
+
+def half_layers(model: keras.Model) -> list[keras.Layer]:
+    """The layers that compute in half precision."""
+    return [x for x in layers_of(model) if x.compute_dtype in HALF_DTYPES]
+
+
+def package_of(thing: Any) -> str:
+    """The package that defines the class of `thing`, such as `"keras"`."""
+    return type(thing).__module__.partition(".")[0]
+
+
+def activity_regularizer(model: keras.Model) -> Hazards:
+    """Keras sums activity regularizers up in the dtype of the outputs."""
+    for layer in half_layers(model):
+        returns_half = not isinstance(layer, Float32OutputDense)
+        if layer.activity_regularizer is not None and returns_half:
+            yield (
+                path_of(layer),
+                f"its activity regularizer is summed up in {layer.compute_dtype}: inf beyond 65504 "
+                "in float16, and `fit` crashes on TensorFlow.",
+                'Give the layer dtype="float32".',
+            )
+
+
+def half_preprocessing(model: keras.Model) -> Hazards:
+    """Raw inputs, such as pixels or prices, may be beyond the range of half precision."""
+    for layer in half_layers(model):
+        if is_preprocessing(layer):
+            yield (
+                path_of(layer),
+                f"its raw inputs are cast to {layer.compute_dtype} before it sees them.",
+                'Give the layer dtype="float32", or convert the model with kmp.to_mixed_precision.',
+            )
+
+
+def epsilon(model: Any) -> Hazards:
+    """An epsilon that is rounded to 0 protects from no division by zero."""
+    # Layers of Keras and of kmp use their epsilon in float32.
+    foreign = [x for x in half_layers(model) if package_of(x) not in ("keras", "kmp")]
+    owners = [(path_of(x), x, x.compute_dtype) for x in foreign]
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    weights = {v.dtype for v in model.trainable_variables}
+    owners += [("optimizer", inner, dtype) for dtype in HALF_DTYPES if dtype in weights]
+    for path, owner, dtype in owners:
+        number = getattr(owner, "epsilon", None)
+        smallest = formats[dtype].smallest_subnormal
+        if isinstance(number, float) and 0 < number < smallest:
+            yield (
+                path,
+                f"epsilon={number:g} is below {smallest:.3g}, the smallest number of {dtype}, and "
+                "protects from no division by zero.",
+                f"Write epsilon={formats[dtype].smallest_normal:.1g}, or keep it in float32.",
+            )
+
+
+def half_statistics(model: keras.Model) -> Hazards:
+    """A moving average stalls where its steps are below half a unit in its last place."""
+    for layer in layers_of(model):
+        if not isinstance(layer, keras.layers.BatchNormalization) or not layer.built:
+            continue
+        dtype = layer.moving_mean.dtype
+        if dtype not in HALF_DTYPES or layer.momentum == 1:
+            continue
+        stalls = formats[dtype].eps / 4 / (1 - layer.momentum)
+        if stalls >= _TOLERATED_STALL:
+            yield (
+                path_of(layer),
+                f"with momentum={layer.momentum:g} its moving averages stall in {dtype}: a batch "
+                f"within {stalls:.0%} of them does not move them.",
+                "Use kmp.layers.Float32BatchNormalization, whose statistics are float32.",
+            )
+
+
+def constant(model: keras.Model) -> Hazards:
+    """Numbers beyond the range of the dtype that a layer computes in."""
+    for layer in half_layers(model):
+        largest = formats[layer.compute_dtype].largest
+        for number in _numbers_of(layer):
+            if largest < abs(number) < float("inf"):
+                yield (
+                    path_of(layer),
+                    f"the constant {number:g} is beyond {largest:g}, the largest number of "
+                    f"{layer.compute_dtype}: it becomes inf, and inf - inf is NaN.",
+                    f"Use {-largest / 2 if number < 0 else largest / 2:g}, or keep it in float32.",
+                )
+
+
+def _numbers_of(layer: keras.Layer) -> list[float]:
+    """The floats in a layer's config and, where the class is not Keras's, in its `call`."""
+    try:  # a model's config is that of its layers
+        config = {} if isinstance(layer, keras.Model) else layer.get_config()
+    except Exception:  # the layer's own code, which may not be written to be saved
+        config = {}
+    numbers = [x for x in keras.tree.flatten(config) if isinstance(x, float)]
+    if package_of(layer) != "keras":
+        numbers += _float_constants(getattr(type(layer).call, "__code__", None))
+    return numbers
+
+
+def _float_constants(code: Any) -> list[float]:
+    constants = getattr(code, "co_consts", ())
+    inner = [x for each in constants for x in _float_constants(each)]
+    return [x for x in constants if isinstance(x, float)] + inner
+
+
+def tensor_cores(model: keras.Model) -> Hazards:
+    """Sizes of matrix products that are not multiples of 8."""
+    for layer in half_layers(model):
+        sizes = _product_sizes(layer)
+        odd = [n for n in sizes if n % _MULTIPLE]
+        if odd:
+            yield (
+                path_of(layer),
+                f"it multiplies by a matrix of {sizes[0]} x {sizes[1]}, and {odd[-1]} is not a "
+                f"multiple of {_MULTIPLE}: GPUs pad it, or leave the tensor cores idle.",
+                f"Round {odd[-1]} up to {math.ceil(odd[-1] / _MULTIPLE) * _MULTIPLE}.",
+            )
+
+
+def _product_sizes(layer: Any) -> tuple[int, ...]:
+    """How many numbers each product of a layer sums, and how many sums it makes; () without one.
+
+    Biases are added, embeddings are looked up, and heads and features of an attention layer are one
+    axis of its product: none of these sizes counts.
+    """
+    if layer.quantization_mode is not None or not layer.built:
+        return ()
+    if isinstance(layer, _CONVOLUTIONS):
+        channels, filters = layer.kernel.shape[-2:]
+        # Images have 1, 3 or 4 channels, and cuDNN has kernels for these.
+        return (channels, filters) if channels > 4 else (_MULTIPLE, filters)
+    if isinstance(layer, _REVERSIBLE):
+        return layer.output_dim, layer.input_dim
+    if isinstance(layer, keras.layers.Dense):
+        return tuple(layer.kernel.shape)
+    if not isinstance(layer, keras.layers.EinsumDense):
+        return ()
+    kernel, outputs = layer.equation.split(",")[1].split("->")
+    sizes = list(zip(kernel, layer.kernel.shape, strict=True))
+    summed = math.prod(size for axis, size in sizes if axis not in outputs)
+    return summed, math.prod(size for axis, size in sizes if axis in outputs)

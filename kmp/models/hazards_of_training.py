@@ -1,0 +1,167 @@
+"""What `kmp.audit` looks for in the optimizer, the losses and the metrics of a compiled model."""
+
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+
+from kmp import _backend
+from kmp._keras import compile_arguments, layers_of, path_of
+from kmp.layers import Float32OutputDense
+from kmp.models.hazards_of_layers import Hazards, package_of
+from kmp.models.heads import output_layers
+from kmp.models.optimizers import optimizers_of, scales_the_loss
+from kmp.precision.trees import HALF_DTYPES
+
+# Optimizers that correct the bias of their second moment, and what a beta_2 of 1 makes of that.
+_CORRECTION = {
+    "Adam": "is 0, and no weight moves",
+    "AdamW": "is 0, and no weight moves",
+    "Nadam": "divides by 0: weights stand still or become NaN",
+    "Lamb": "divides by 0: weights stand still or become NaN",
+}
+
+
+def unscaled_float16(model: Any) -> Hazards:
+    """float16 computation under an optimizer that does not scale the loss."""
+    layers = [x for x in layers_of(model) if x.compute_dtype == "float16"]
+    for name, optimizer in optimizers_of(model).items() if layers else ():
+        if not scales_the_loss(optimizer):
+            kind = type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
+            yield (
+                path_of(layers[-1]),
+                f"{len(layers)} layers compute in float16, and {kind} does not scale the loss: "
+                "gradients below 6e-8 become zero.",
+                f"Compile with kmp.scaled({kind}, ...)."
+                if name == "optimizer"
+                else f"Write {name}=kmp.scaled({kind}, ...), and {name}.scale_loss(loss) in "
+                "train_step.",
+            )
+
+
+def float16_on_a_tpu(model: Any) -> Hazards:
+    """TPUs have no float16 matrix product."""
+    layers = [x for x in layers_of(model) if x.compute_dtype == "float16"]
+    if layers and _backend.platform() == "tpu":
+        yield (
+            path_of(layers[-1]),
+            "TPUs have no float16 matrix product.",
+            'Use "mixed_bfloat16".',
+        )
+
+
+def half_weights(model: Any) -> Hazards:
+    """Keras's optimizers compute in the dtype of the weights, in which beta_2 may be 1."""
+    outer = getattr(model, "optimizer", None)
+    optimizer: Any = getattr(outer, "inner_optimizer", outer)
+    name = type(optimizer).__name__
+    if name not in _CORRECTION or package_of(optimizer) != "keras":
+        return
+    for dtype in HALF_DTYPES:
+        half = [v for v in model.trainable_variables if v.dtype == dtype]
+        rounded = float(np.asarray(optimizer.beta_2, ml_dtypes.finfo(dtype).dtype))
+        if half and rounded == 1:
+            yield (
+                half[-1].path,
+                f"{len(half)} variables are in {dtype}, in which {name}'s beta_2="
+                f"{optimizer.beta_2:g} is 1: its bias correction {_CORRECTION[name]}.",
+                f'Keep the weights in float32: build the model under "mixed_{dtype}".',
+            )
+
+
+def lost_on_reload(model: Any) -> Hazards:
+    """Keras wraps an optimizer in loss scaling, and saves the optimizer without."""
+    optimizer = getattr(model, "optimizer", None)
+    saved = compile_arguments(model).get("optimizer")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(
+        saved, keras.optimizers.LossScaleOptimizer
+    ):
+        yield (
+            "optimizer",
+            "Keras wrapped it in loss scaling by itself and does not save that: a loaded model "
+            "goes on without, from an empty optimizer.",
+            f"Compile with kmp.scaled({type(optimizer.inner_optimizer).__name__}, ...).",
+        )
+
+
+def half_softmax(model: Any) -> Hazards:
+    """Probabilities in half precision with a loss that takes their logarithm."""
+    losses = [x for x in keras.tree.flatten(getattr(model, "loss", None)) if x is not None]
+    if not any(map(_takes_logarithms, losses)):
+        return
+    for layer in _half_outputs(model):
+        squashes = _name(getattr(layer, "activation", None)) in ("softmax", "sigmoid")
+        if squashes or isinstance(layer, keras.layers.Softmax):
+            yield (
+                path_of(layer),
+                f"probabilities in {layer.compute_dtype} are 0 where the loss takes their "
+                "logarithm, and so is the gradient.",
+                "End in kmp.layers.Float32OutputDense without an activation, and give the loss "
+                "from_logits=True.",
+            )
+
+
+def half_loss(model: Any) -> Hazards:
+    """Keras evaluates loss functions, unlike loss classes, in the dtype of the outputs."""
+    for loss in keras.tree.flatten(getattr(model, "loss", None)):
+        if callable(loss) and not isinstance(loss, (str, keras.losses.Loss)):
+            for layer in _half_outputs(model):
+                yield (
+                    path_of(layer),
+                    f"the loss function {_name(loss)} is evaluated in {layer.compute_dtype}; a "
+                    "square above 65504 is inf in float16.",
+                    "Pass the keras.losses class, which computes in float32, or let the last layer "
+                    "return float32.",
+                )
+
+
+def half_metric(model: Any) -> Hazards:
+    """Keras evaluates most metrics in the dtype of the outputs."""
+    compiled = compile_arguments(model)
+    metrics = keras.tree.flatten([compiled.get("metrics"), compiled.get("weighted_metrics")])
+    names = [_name(x) for x in metrics if x is not None and _is_rounded(x)]
+    for layer in _half_outputs(model) if names else ():
+        yield (
+            path_of(layer),
+            f"the metrics {', '.join(names)} are evaluated in {layer.compute_dtype}, whatever "
+            "their own dtype says.",
+            "Let the last layer return float32, for example kmp.layers.Float32OutputDense.",
+        )
+
+
+def _is_rounded(metric: Any) -> bool:
+    """Whether Keras computes the numbers of a metric in the dtype of the outputs.
+
+    Accuracies compare and count, which no dtype changes. Metric classes that are no
+    `MeanMetricWrapper` get the outputs as they are: Keras's cast them to their own dtype, and so do
+    classes of others whose `update_state` mentions a cast or a dtype.
+    """
+    if _name(metric) in ("acc", "accuracy") or "accuracy" in type(metric).__name__.lower():
+        return False
+    if isinstance(metric, str):
+        metric = keras.metrics.get(metric)
+        return _is_rounded(metric)
+    if not isinstance(metric, keras.metrics.Metric):
+        return not _name(metric).endswith("accuracy")
+    if isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return True
+    code = getattr(type(metric).update_state, "__code__", None)
+    casts = {"cast", "dtype", "_dtype"} & set(getattr(code, "co_names", ()))
+    return package_of(metric) != "keras" and not casts
+
+
+def _takes_logarithms(loss: Any) -> bool:
+    return "crossentropy" in _name(loss) and not getattr(loss, "from_logits", False)
+
+
+def _half_outputs(model: Any) -> list[keras.Layer]:
+    outputs = [x for x in output_layers(model) if x.compute_dtype in HALF_DTYPES]
+    return [x for x in outputs if not isinstance(x, Float32OutputDense)]
+
+
+def _name(x: Any) -> str:
+    """The name that Keras knows a loss, a metric or an activation by."""
+    if isinstance(x, str):
+        return x.lower()
+    return str(getattr(x, "name", None) or getattr(x, "__name__", type(x).__name__)).lower()

@@ -1,0 +1,245 @@
+"""Verbs over nested structures of tensors: casts, finite checks, selects; names of float dtypes."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import keras
+import ml_dtypes
+import numpy as np
+from keras import ops
+
+from kmp import _backend
+from kmp._backend.types import DType, Tensor, Tree
+from kmp._keras import with_mask_of
+
+T = TypeVar("T")
+
+HALF_DTYPES = ("float16", "bfloat16")
+SHORT_NAMES = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_LONG_NAMES = {"full": "float32"} | {short: long for long, short in SHORT_NAMES.items()}
+
+
+def half_dtype() -> DType:
+    """Return the half precision that this hardware is good at.
+
+    Returns:
+        `"float16"` on NVIDIA GPUs before Ampere (compute capability below 8.0, which have no
+        bfloat16), `"bfloat16"` elsewhere: TPUs, later GPUs, CPUs.
+
+    Example:
+
+    >>> half_dtype() in ("bfloat16", "float16")
+    True
+
+    Source: JMP, `half_dtype` (which knows TPUs alone); NVIDIA, "CUDA C++ Programming Guide",
+    arithmetic throughput by compute capability.
+    """
+    capability = _backend.device().compute_capability
+    return "float16" if capability and capability < (8, 0) else "bfloat16"
+
+
+def cast_to_half(tree: T) -> T:
+    """Return the structure with its floats in `half_dtype()`; see `kmp.Policy` for what is touched.
+
+    Example:
+
+    >>> cast_to_half([np.ones(2), np.arange(2)])[1].dtype == np.arange(2).dtype
+    True
+
+    Source: JMP, `cast_to_half`.
+    """
+    return cast_floats(tree, half_dtype())
+
+
+def cast_to_full(tree: T) -> T:
+    """Return the structure with its floats in float32; see `kmp.Policy` for what is touched.
+
+    Example:
+
+    >>> str(cast_to_full({"w": np.ones(2, "float16")})["w"].dtype)
+    'float32'
+
+    Source: JMP, `cast_to_full`.
+    """
+    return cast_floats(tree, "float32")
+
+
+def cast_floats(tree: Tree, dtype: DType) -> Any:
+    """Cast the float tensors and arrays of a nested structure; everything else stays."""
+
+    def cast(x):
+        if not _has_floats(x):
+            return x
+        if isinstance(x, (np.ndarray, np.generic)):
+            return x.astype(ml_dtypes.finfo(dtype).dtype)
+        y = _backend.map_gradient_values(lambda values: ops.cast(values, dtype), x)
+        return with_mask_of(x, y)
+
+    return keras.tree.map_structure(cast, tree)
+
+
+def _has_floats(x: Any) -> bool:
+    arrays = (np.ndarray, np.generic, keras.KerasTensor, keras.Variable)
+    if not (isinstance(x, arrays) or ops.is_tensor(x)):
+        return False  # layers, among others, have a dtype too
+    try:
+        return keras.backend.is_float_dtype(x.dtype)
+    except ValueError:  # a dtype that Keras does not know, such as NumPy's strings
+        return False
+
+
+def as_float_dtype(dtype: Any) -> DType:
+    """Return the name of a float dtype that layers can compute in.
+
+    Args:
+        dtype: a name, one of JMP's short names (`"f16"`, `"half"`), or a dtype of NumPy or of a
+            backend.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    name = _LONG_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if isinstance(name, str) and name == "half":  # NumPy's float16 equals "half" too
+        return half_dtype()
+    try:
+        name = keras.backend.standardize_dtype(name)
+    except (ValueError, TypeError):
+        name = None
+    if name not in SHORT_NAMES:
+        quantized = " Keras trains float8 and int8 by model.quantize." if "8" in str(dtype) else ""
+        raise ValueError(
+            f"A policy's dtypes are {', '.join(map(repr, SHORT_NAMES))} or JMP's short names "
+            f"{', '.join(map(repr, (*_LONG_NAMES, 'half')))}. Received: {dtype!r}.{quantized} "
+            'Write for example kmp.Policy("mixed_bfloat16") or kmp.Policy("p=f32,c=bf16,o=f32").'
+        )
+    return name
+
+
+def is_float(x: Any) -> bool:
+    """Tell whether `x` is a float or a tensor, array or sparse gradient of floats."""
+    if not hasattr(x, "dtype"):
+        return isinstance(x, float)
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype))
+
+
+def is_complex(x: Any) -> bool:
+    """Tell whether `x` is a tensor or array of complex numbers."""
+    return hasattr(x, "dtype") and keras.backend.standardize_dtype(x.dtype).startswith("complex")
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return `x`, in float32 if it was half precision or a Python number."""
+    if not hasattr(x, "dtype"):
+        return ops.convert_to_tensor(x, "float32")
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    return x if dtype in ("float32", "float64") else ops.cast(x, "float32")
+
+
+def all_finite(tree: Tree) -> Tensor:
+    """Tell whether no number in a structure of tensors is inf or NaN.
+
+    Args:
+        tree: nested structure of tensors of any shape; integers, bools and None count as finite,
+            `tf.IndexedSlices` are looked at by their values, complex numbers by both parts.
+
+    Returns:
+        bool[], True for an empty structure.
+
+    Example:
+
+    >>> bool(all_finite({"a": [1.0, 2.0], "b": None}))
+    True
+    """
+    leaves = [_backend.gradient_values(x) for x in keras.tree.flatten(tree) if x is not None]
+    leaves += [part(x) for x in leaves if is_complex(x) for part in (ops.real, ops.imag)]
+    floats = [ops.convert_to_tensor(x) for x in leaves if is_float(x)]
+    floats = [x for x in floats if 0 not in x.shape]
+    if not floats:
+        return ops.convert_to_tensor(True, "bool")
+    return ops.all(_backend.are_finite(floats, [False] * len(floats)))
+
+
+def max_abs(tree: Tree) -> Tensor:
+    """Return the largest absolute value in a structure of gradients, over finite numbers.
+
+    Args:
+        tree: nested structure of tensors of any shape; integers, bools and None do not count, the
+            rows of `tf.IndexedSlices` that meet in one index are summed.
+
+    Returns:
+        float32[], 0 for an empty structure.
+
+    Example:
+
+    >>> float(max_abs({"a": [1.0, -2.0], "b": None}))
+    2.0
+    """
+
+    def largest(x: Tensor) -> Tensor:
+        x = ops.cast(_backend.gradient_rows(x), "float32")
+        return ops.max(ops.where(ops.isfinite(x), ops.abs(x), 0.0), initial=0.0)
+
+    leaves = [largest(x) for x in keras.tree.flatten(tree) if x is not None and is_float(x)]
+    return ops.max(ops.stack(leaves)) if leaves else ops.zeros((), "float32")
+
+
+def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
+    """Choose between two structures of tensors, leaf by leaf, without branching.
+
+    Args:
+        pred: bool[].
+        on_true: nested structure of tensors; None may stand where both have it.
+        on_false: the same structure with the same shapes and dtypes.
+
+    Returns:
+        The chosen structure. NaN in the leaf that is not chosen does no harm.
+
+    Raises:
+        ValueError: if `pred` is not a scalar or the structures differ.
+
+    Example:
+
+    >>> [int(x) for x in select_tree(False, (1, 2), (3, 4))]
+    [3, 4]
+
+    Source: JMP, `select_tree`.
+    """
+    pred = ops.cast(ops.convert_to_tensor(pred), "bool")
+    if len(pred.shape) != 0:
+        raise ValueError(
+            f"`pred` must be a boolean scalar. Received: shape={tuple(pred.shape)}. Reduce it "
+            "first, for example with keras.ops.all(pred)."
+        )
+    keras.tree.assert_same_structure(on_true, on_false)
+
+    def choose(a, b):
+        if (a is None) != (b is None):
+            raise ValueError(
+                "`on_true` and `on_false` must have the same structure. Received: None in one of "
+                f"them where the other has {a if b is None else b}. Put None, or a tensor such as "
+                "keras.ops.zeros_like of the other, in both."
+            )
+        return None if a is None else ops.where(pred, a, b)
+
+    return keras.tree.map_structure(choose, on_true, on_false)
+
+
+def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree:
+    """Apply `function` to every float leaf; None stays None, sparse gradients stay sparse."""
+
+    def leaf(g):
+        return _backend.map_gradient_values(function, g) if is_float(g) else g
+
+    return keras.tree.map_structure(leaf, gradients)
+
+
+def multiply(tree: Tree, factor: Tensor) -> Tree:
+    """Return every float or complex leaf times a scalar, in at least float32; others unchanged."""
+    leaves = keras.tree.flatten(tree)
+    leaves = [ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x for x in leaves]
+    places = [i for i, x in enumerate(leaves) if is_float(x)]
+    wide = [_backend.map_gradient_values(at_least_float32, leaves[i]) for i in places]
+    products = _backend.multiply(wide, factor)
+    for i, product in zip(places, products, strict=True):
+        leaves[i] = product
+    return keras.tree.pack_sequence_as(tree, leaves)

@@ -1,0 +1,119 @@
+"""Each danger in a layer is found where it is, and nowhere else."""
+
+import keras
+import numpy as np
+import pytest
+from audited import CROSSENTROPY, Masked, float16, kinds_of, model_of  # noqa: F401
+from keras import layers
+
+import kmp
+from kmp._keras import path_of
+
+
+def test_half_statistics():
+    keras.config.set_dtype_policy("bfloat16")
+    sound = [layers.BatchNormalization(momentum=0.9), kmp.layers.Float32BatchNormalization()]
+    model = model_of(layers.BatchNormalization(), *sound)
+    (finding,) = kmp.audit(model).of_kind("half statistics")
+    assert finding.path == path_of(model.layers[0])
+    assert "within 20% of them" in finding.problem and "Float32BatchNorm" in finding.advice
+
+
+def test_keras_still_stalls_in_bfloat16():
+    """From 1 the moving mean of batches of 1.19 does not move, as the finding says."""
+    layer = layers.BatchNormalization(dtype="bfloat16", moving_mean_initializer="ones")
+    for mean, moves in ((1.19, False), (1.6, True)):
+        layer(np.full((4, 2), mean, "float32"), training=True)
+        assert moves == (float(keras.ops.convert_to_numpy(layer.moving_mean)[0]) != 1)
+
+
+def test_activity_regularizer():
+    model = model_of(layers.Dense(8, activity_regularizer="l2"))
+    (finding,) = kmp.audit(model).findings
+    assert (finding.kind, finding.path) == ("activity regularizer", path_of(model.layers[0]))
+
+
+def test_half_preprocessing():
+    model = model_of(layers.Rescaling(1e-5), layers.Dense(8))
+    assert kinds_of(model) == ["half preprocessing"]
+
+
+class Normalized(layers.Layer):
+    def __init__(self, epsilon):
+        super().__init__()
+        self.epsilon = epsilon
+
+    def call(self, x):
+        return x / (keras.ops.mean(x, -1, keepdims=True) + self.epsilon)
+
+
+@pytest.mark.parametrize("epsilon, found", [(1e-8, True), (1e-7, False), (1e-3, False)])
+def test_epsilon_of_a_layer(epsilon, found):
+    model = model_of(Normalized(epsilon), layers.LayerNormalization(epsilon=epsilon))
+    findings = kmp.audit(model).of_kind("epsilon")
+    assert [x.path for x in findings] == [path_of(model.layers[0])] * found  # Keras's is float32's
+    assert not found or "epsilon=1e-08 is below 5.96e-08" in findings[0].problem
+
+
+def test_epsilon_of_an_optimizer_of_half_weights():
+    keras.config.set_dtype_policy("float16")
+    adam = kmp.scaled("adam", epsilon=1e-9)
+    model = model_of(layers.Dense(8), loss="mse", optimizer=adam)
+    assert [x.path for x in kmp.audit(model).of_kind("epsilon")] == ["optimizer"]
+    keras.config.set_dtype_policy("mixed_float16")
+    model = model_of(layers.Dense(8), loss="mse", optimizer=kmp.scaled("adam", epsilon=1e-9))
+    assert kmp.audit(model).of_kind("epsilon") == ()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_constants():
+    model = model_of(Masked(), layers.Masking(mask_value=-1e6), layers.ReLU(negative_slope=0.1))
+    found = kmp.audit(model).of_kind("constant")
+    assert [x.path for x in found] == [path_of(layer) for layer in model.layers[:2]]
+    assert "-1e+09 is beyond 65504" in found[0].problem and "-32752" in found[0].advice
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    assert kinds_of(model_of(Masked())) == []
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+@pytest.mark.parametrize("error", [AttributeError, NotImplementedError, KeyError])
+def test_a_layer_whose_config_cannot_be_read_is_audited(error):
+    """keras-hub's Llama reads an attribute that it does not set."""
+
+    class WithoutConfig(Masked):
+        def get_config(self):
+            raise error("there is no config")
+
+    model = model_of(WithoutConfig())
+    assert kinds_of(model) == ["constant"]
+
+
+def test_tensor_cores():
+    model = model_of(layers.Dense(13), layers.Dense(16), layers.Dense(8, dtype="float32"))
+    found = kmp.audit(model).of_kind("tensor cores")
+    assert [x.path for x in found] == [path_of(layer) for layer in model.layers[:2]]
+    assert "8 x 13" in found[0].problem and found[0].advice == "Round 13 up to 16."
+
+
+def test_tensor_cores_have_nothing_to_say_of_heads_biases_colours_and_look_ups():
+    """12 heads of 64 features are one axis of 768 in the product; of 5 heads of 5 it is 25."""
+    images, tokens = keras.Input((8, 8, 3)), keras.Input((4,), dtype="int32")
+    x = layers.Embedding(1001, 768)(tokens)
+    x = layers.MultiHeadAttention(12, 64)(x, x)
+    y = layers.Flatten()(layers.Conv2D(16, 3)(images))
+    outputs = layers.Dense(8)(layers.Concatenate()([layers.Flatten()(x), y]))
+    assert kinds_of(keras.Model([images, tokens], outputs)) == []
+    x = keras.Input((4, 8))
+    odd = keras.Model(x, layers.MultiHeadAttention(5, 5, name="mha")(x, x))
+    found = kmp.audit(odd).of_kind("tensor cores")
+    names = {each.path.split("/")[-1] for each in found}
+    assert names == {"query", "key", "value", "attention_output"}
+    assert {each.advice for each in found} == {"Round 25 up to 32."}
+
+
+def test_tensor_cores_multiply_by_a_tied_embedding():
+    tokens = keras.Input((4,), dtype="int32")
+    embedding = layers.ReversibleEmbedding(1001, 8)
+    model = keras.Model(tokens, embedding(embedding(tokens), reverse=True))
+    (finding,) = kmp.audit(model).of_kind("tensor cores")
+    assert finding.advice == "Round 1001 up to 1008."

@@ -1,0 +1,155 @@
+"""Each danger in optimizer, loss and metrics is found where it is, and nowhere else."""
+
+import keras
+import numpy as np
+import pytest
+from audited import CROSSENTROPY, Masked, float16, kinds_of, model_of  # noqa: F401
+from keras import layers
+
+import kmp
+from kmp._keras import path_of
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16", "p=f32,c=f16,o=f32"])
+def test_unscaled_float16(policy):
+    model = model_of(layers.Dense(8, dtype=kmp.Policy(policy)), kmp.layers.Float32OutputDense(8))
+    for optimizer in (keras.optimizers.SGD(), kmp.scaled("sgd", loss_scale="none")):
+        model.compile(optimizer, "mse", auto_scale_loss=False)
+        (finding,) = kmp.audit(model).of_kind("unscaled float16")
+        assert "SGD does not scale the loss" in finding.problem
+        assert finding.advice == "Compile with kmp.scaled(SGD, ...)."
+    model.compile(keras.optimizers.SGD(loss_scale_factor=128.0), "mse", auto_scale_loss=False)
+    assert "unscaled float16" not in kinds_of(model)
+
+
+def test_float16_on_a_tpu(monkeypatch):
+    model = model_of(layers.Dense(8), layers.Dense(8, dtype="float32"))
+    assert kinds_of(model) == []
+    monkeypatch.setattr("kmp._backend.platform", lambda: "tpu")
+    (finding,) = kmp.audit(model).findings
+    assert finding.kind == "float16 on a TPU" and "mixed_bfloat16" in finding.advice
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    assert kinds_of(model_of(layers.Dense(8), layers.Dense(8, dtype="float32"))) == []
+
+
+@pytest.mark.parametrize(
+    "loss", [CROSSENTROPY(), "sparse_categorical_crossentropy"], ids=["object", "name"]
+)
+@pytest.mark.parametrize(
+    "head",
+    [layers.Softmax, lambda: layers.Activation("sigmoid"), None],
+    ids=["softmax", "sigmoid", "dense"],
+)
+def test_half_softmax(head, loss):
+    stack = [layers.Dense(8, None if head else "softmax"), *([head()] if head else [])]
+    model = model_of(*stack, loss=loss)
+    (finding,) = kmp.audit(model).of_kind("half softmax")
+    assert finding.path == path_of(model.layers[-1]) and "Float32OutputDense" in finding.advice
+
+
+@pytest.mark.parametrize("loss", [CROSSENTROPY(from_logits=True), "mse"], ids=["logits", "mse"])
+def test_a_softmax_whose_logarithm_nobody_takes_is_harmless(loss):
+    assert "half softmax" not in kinds_of(model_of(layers.Dense(8, "softmax"), loss=loss))
+
+
+def test_half_loss():
+    """Keras evaluates a function in the dtype of its inputs: 300 squared is inf."""
+    model = model_of(layers.Dense(8), loss=keras.losses.mean_squared_error)
+    (finding,) = kmp.audit(model).of_kind("half loss")
+    assert "mean_squared_error is evaluated in float16" in finding.problem
+    for loss in ("mse", keras.losses.MeanSquaredError()):
+        assert "half loss" not in kinds_of(model_of(layers.Dense(8), loss=loss))
+
+
+COUNTS = [
+    "accuracy",
+    "sparse_categorical_accuracy",
+    "top_k_categorical_accuracy",
+    keras.metrics.categorical_accuracy,
+    keras.metrics.SparseCategoricalAccuracy,
+    "AUC",
+    keras.metrics.Precision,
+]
+
+
+class Ranking(keras.metrics.Mean):
+    """As keras-rs's NDCG: casts to its own dtype, then compares."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        y_pred = keras.ops.cast(y_pred, self.dtype)
+        super().update_state(keras.ops.argmax(y_pred, -1), sample_weight=sample_weight)
+
+
+class Squares(keras.metrics.Mean):
+    """A metric that leaves its inputs in half precision."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_pred * y_pred, sample_weight=sample_weight)
+
+
+@pytest.mark.parametrize("metric", ["mse", keras.metrics.MeanSquaredError, "mae", Squares])
+def test_half_metric(metric):
+    metric = metric if isinstance(metric, str) else metric()
+    model = model_of(layers.Dense(8), loss="mse", metrics=["accuracy", metric])
+    (finding,) = kmp.audit(model).of_kind("half metric")
+    assert "accuracy" not in finding.problem and "evaluated in float16" in finding.problem
+
+
+@pytest.mark.parametrize("metric", [*COUNTS, keras.metrics.RootMeanSquaredError, Ranking])
+def test_metrics_that_no_half_output_changes(metric):
+    """Accuracies count; other classes of Keras, and those that cast, compute in their own dtype."""
+    metric = metric() if isinstance(metric, type) else metric
+    model = model_of(layers.Dense(8), loss="mse", metrics=[metric])
+    assert "half metric" not in kinds_of(model)
+
+
+def test_keras_still_evaluates_metrics_in_half():
+    model = model_of(layers.Dense(1, kernel_initializer="ones"), loss="mse", metrics=["mse"])
+    x, y = np.full((4, 8), 40.0, "float32"), np.zeros((4, 1), "float32")
+    loss, metric = model.evaluate(x, y, verbose=0)
+    assert loss == pytest.approx(320**2) and metric == np.inf
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "scaled", "lamb"])
+def test_half_weights(optimizer):
+    keras.config.set_dtype_policy("bfloat16")
+    made = {"scaled": lambda: kmp.scaled("adam"), "lamb": keras.optimizers.Lamb}
+    optimizer = made[optimizer]() if optimizer in made else optimizer
+    model = model_of(layers.Dense(8), layers.Dense(8), loss="mse", optimizer=optimizer)
+    (finding,) = kmp.audit(model).of_kind("half weights")
+    assert "beta_2=0.999 is 1" in finding.problem and "mixed_bfloat16" in finding.advice
+    assert "4 variables are in bfloat16" in finding.problem
+
+
+def test_half_weights_that_move():
+    for policy, optimizer in (("bfloat16", "sgd"), ("bfloat16", keras.optimizers.Adam(beta_2=0.9))):
+        keras.config.set_dtype_policy(policy)
+        model = model_of(layers.Dense(8), loss="mse", optimizer=optimizer)
+        assert "half weights" not in kinds_of(model)
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    assert "half weights" not in kinds_of(model_of(layers.Dense(8), loss="mse", optimizer="adam"))
+
+
+def test_keras_still_moves_no_bfloat16_weight_with_adam():
+    keras.config.set_dtype_policy("bfloat16")
+    model = model_of(layers.Dense(8), loss="mse", optimizer="adam")
+    before = model.get_weights()
+    model.fit(np.ones((8, 8)), np.ones((8, 8)), epochs=3, verbose=0)
+    assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+
+
+def test_loss_scaling_that_is_lost_on_reload():
+    model = model_of(layers.Dense(8), loss="mse", optimizer=keras.optimizers.Adam())
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    (finding,) = kmp.audit(model).of_kind("lost on reload")
+    assert "goes on without" in finding.problem and "kmp.scaled(Adam" in finding.advice
+
+
+def test_keras_still_loses_it(tmp_path):
+    model = model_of(layers.Dense(8), loss="mse", optimizer=keras.optimizers.Adam())
+    model.save(tmp_path / "model.keras")
+    keras.config.set_dtype_policy("float32")
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert not isinstance(loaded.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert loaded.layers[0].compute_dtype == "float16"

@@ -1,0 +1,98 @@
+"""What a conversion does with the optimizers of a model."""
+
+import keras
+import kinds
+import numpy as np
+import pytest
+from converted import X, sequential
+
+import kmp
+
+
+class WithoutCall(keras.Model):
+    """As keras.io's GANs: the train step calls the models inside, with optimizers of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = sequential(), sequential()
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def compile(self, optimizer):
+        super().compile()
+        self.optimizer_of_generator = optimizer
+
+
+def test_a_model_without_call_is_converted_and_audited():
+    model = WithoutCall()
+    model.compile(keras.optimizers.Adam())
+    assert not model.built
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    parts = model.generator, model.discriminator
+    assert [x.compute_dtype for part in parts for x in part.layers] == ["float16", "float32"] * 2
+    assert report.untried == "" and isinstance(model.optimizer, keras.optimizers.RMSprop)
+    assert "optimizer_of_generator (Adam) does not scale the loss" in report.optimizer
+    (finding,) = kmp.audit(model).of_kind("unscaled float16")
+    assert "optimizer_of_generator=kmp.scaled(Adam, ...)" in finding.advice
+    model.compile(kmp.scaled("adam"))
+    assert kmp.audit(model).of_kind("unscaled float16") == ()
+
+
+def test_the_optimizer_is_wrapped_with_its_state():
+    model = sequential()
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False)
+    model.fit(X, X[:, :2], epochs=2, verbose=0)
+    adam, state = model.optimizer, [v.numpy() for v in model.optimizer.variables]
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    assert model.optimizer.inner_optimizer is adam
+    assert report.optimizer == "Adam was wrapped in kmp.LossScaleOptimizer, with its state."
+    assert report.optimizer in str(report)
+    assert model.optimizer.built  # so that it can be saved before it is trained
+    for old, new in zip(state, adam.variables, strict=True):
+        assert np.array_equal(old, new.numpy())
+    history = model.fit(X, X[:, :2], verbose=0).history
+    assert int(adam.iterations) == 3 and set(history) == {"loss", "mae"}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: kmp.scaled("sgd"),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+        lambda: keras.optimizers.SGD(loss_scale_factor=128.0),
+    ],
+    ids=["kmp", "keras", "factor"],
+)
+def test_an_optimizer_that_scales_the_loss_is_left_alone(optimizer):
+    model = sequential()
+    model.compile(optimizer(), "mse")
+    mine = model.optimizer
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    assert model.optimizer is mine and report.optimizer == ""
+
+
+def test_bfloat16_needs_no_loss_scaling_and_an_uncompiled_model_has_none():
+    model = sequential()
+    model.compile("sgd", "mse")
+    kmp.to_mixed_precision(model, "mixed_bfloat16")
+    assert type(model.optimizer).__name__.endswith("SGD")
+    model = sequential()
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    assert report.optimizer == "" and not model.compiled
+    model.compile("sgd", "mse")  # Keras finds float16 by the name of the policy
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "simple_functional", "subclassed"])
+def test_a_model_compiled_with_strings_keeps_its_training_state_in_files(tmp_path, kind):
+    model, x = kinds.KINDS[kind]()
+    model.compile("adam", loss="mse", metrics=["mse"], jit_compile=False)
+    kmp.to_mixed_precision(model, "mixed_float16")
+    model.fit(x, x[:, :2], verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, kmp.LossScaleOptimizer)
+    assert int(loaded.optimizer.inner_optimizer.iterations) == 1
+    for old, new in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
+        assert np.array_equal(old.numpy(), new.numpy())
+    loaded.fit(x, x[:, :2], verbose=0)

@@ -1,0 +1,122 @@
+"""What cannot be converted is refused, and left as it was."""
+
+import keras
+import pytest
+from converted import Raw, X, sequential
+from keras import layers
+
+import kmp
+from kmp._keras import layers_of
+
+
+class NeedsData(Raw):
+    """Looks at numbers, and computes on in float32 alone."""
+
+    def call(self, x):
+        assert float(keras.ops.max(keras.ops.abs(x))) > 0
+        x = self.head(x)
+        if keras.backend.standardize_dtype(x.dtype) != "float32":
+            raise TypeError("float32 is needed")
+        return self.body(x)
+
+
+@pytest.mark.only("tensorflow", "jax")  # torch traces with tensors that hold numbers
+def test_a_model_that_could_not_be_tried_is_said_to():
+    model = NeedsData()
+    model(X)
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    assert "was not tried in mixed_float16" in report.untried
+    assert str(report).splitlines()[-1] == report.untried
+    with pytest.raises(TypeError, match="float32 is needed"):
+        model(X)
+    assert kmp.to_mixed_precision(sequential(), "mixed_float16").untried == ""
+
+
+class Parts(keras.Model):
+    """A model without `call`."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = parts
+
+
+def test_a_model_without_call_whose_parts_are_not_built_is_refused():
+    with pytest.raises(ValueError, match="must be built"):
+        kmp.to_mixed_precision(Parts(sequential(), layers.Dense(2)), "mixed_float16")
+
+
+def test_layers_that_only_a_train_step_calls_cannot_be_tried():
+    parts = layers.Dense(2), layers.Dense(3)
+    for layer in parts:
+        layer.build((None, 6))
+    report = kmp.to_mixed_precision(Parts(*parts), "mixed_float16")
+    assert [x.compute_dtype for x in parts] == ["float16", "float32"]
+    assert "was not tried" in report.untried
+
+
+class Fussy(layers.Layer):
+    def call(self, x):
+        if keras.backend.standardize_dtype(x.dtype) != "float32":
+            raise TypeError("Fussy wants float32")
+        return x
+
+
+def nothing_converted(model, convert, error, match):
+    model.compile("sgd", "mse")
+    optimizer, kind = model.optimizer, type(model)
+    before = [(x, x.dtype_policy) for x in layers_of(model)]
+    model.predict_function = marker = object()
+    with pytest.raises(error, match=match):
+        convert(model)
+    assert all(layer.dtype_policy is policy for layer, policy in before)
+    assert model.optimizer is optimizer and type(model) is kind
+    assert model.predict_function is marker
+
+
+def test_a_model_that_could_not_be_called_any_more_is_not_converted():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(3), Fussy(), layers.Dense(2)])
+    convert = lambda model: kmp.to_mixed_precision(model, "mixed_float16")  # noqa: E731
+    nothing_converted(model, convert, ValueError, "cannot be called in mixed_float16")
+    report = kmp.to_mixed_precision(
+        model, "mixed_float16", lambda layer, path: not isinstance(layer, Fussy)
+    )
+    assert "excluded by filter_fn" in report.kept.values()
+
+
+def test_an_error_in_filter_fn_converts_nothing():
+    def filter_fn(layer, path):
+        if layer.name == "head":
+            raise RuntimeError("from filter_fn")
+        return True
+
+    convert = lambda model: kmp.to_mixed_precision(model, "mixed_float16", filter_fn)  # noqa: E731
+    nothing_converted(sequential(), convert, RuntimeError, "from filter_fn")
+
+
+@pytest.mark.parametrize(
+    "policy, match",
+    [
+        ("float16", "weights stay as they are, in float32.*parameters are float16"),
+        ("p=f64,c=bf16", "parameters are float64"),
+        ("mixed_flaot16", "Received: 'mixed_flaot16'"),
+        ("p=f32,q=f16", "unknown key 'q'"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(policy, match):
+    convert = lambda model: kmp.to_mixed_precision(model, policy)  # noqa: E731
+    nothing_converted(sequential(), convert, ValueError, match)
+
+
+def test_quantized_layers_are_refused():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.Dense(2)])
+    for layer in model.layers:
+        layer.quantize("int8")
+    with pytest.raises(ValueError, match=r"Quantized layers.*and 1 more.*before model\.quantize"):
+        kmp.to_mixed_precision(model, "mixed_bfloat16")
+
+
+def test_a_model_that_is_not_built_is_refused():
+    with pytest.raises(ValueError, match=r"must be built.*model\.build\(input_shape\)"):
+        kmp.to_mixed_precision(keras.Sequential([layers.Dense(2)]), "mixed_bfloat16")
+    with pytest.raises(TypeError, match=r"must be a keras\.Model.*dtype_policy = kmp\.Policy"):
+        kmp.to_mixed_precision(layers.Dense(2), "mixed_bfloat16")

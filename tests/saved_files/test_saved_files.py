@@ -1,0 +1,74 @@
+"""Files that kmp 0.1.0 wrote on TensorFlow load on every backend, whatever has moved since.
+
+`write.py` made them; each stands beside an .npz with what its model gave and held.
+"""
+
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+from oracle import BACKEND
+from saved_files import models
+
+FOLDER = pathlib.Path(__file__).parent
+FILES = sorted(path.stem for path in FOLDER.glob("*.keras"))
+
+# How far another backend's predictions may be from TensorFlow's, relative to the largest of them.
+# 0: every product and sum is exact. Otherwise one float32 rounding may differ for each of the at
+# most 36 products of a sum; in "kmp_layers" it may also take a number to the next float16.
+TOLERANCE = {
+    "kmp_layers": 4 * 2.0**-11,
+    **dict.fromkeys([name for name in FILES if "quantize" in name], 36 * 2.0**-24),
+}
+
+
+def check_predictions(name, model, expected):
+    received = model.predict(models.inputs_of(name), verbose=0)
+    atol = 0 if BACKEND == "tensorflow" else TOLERANCE.get(name, 0) * np.abs(expected).max()
+    assert received.dtype == expected.dtype
+    np.testing.assert_allclose(received, expected, rtol=0, atol=atol)
+
+
+def check_state(model, saved):
+    """Each number that the file holds, to the bit."""
+    expected = {key.removeprefix("state "): saved[key] for key in saved if key.startswith("state ")}
+    received = models.state(model)
+    assert received.keys() == expected.keys()
+    for key, x in expected.items():
+        np.testing.assert_array_equal(received[key], x, err_msg=key)
+
+
+def settings(model):
+    """What of the optimizer is not a number in its state."""
+    optimizer = model.optimizer
+    names = ("loss_scale", "on_overflow", "gradient_accumulation_steps")
+    return {"class": type(optimizer), **{name: getattr(optimizer, name, None) for name in names}}
+
+
+def test_no_file_is_missing():
+    made = {stem for name in models.MODELS for stem in models.stems(name)}
+    assert set(FILES) == made
+    weights = {path.name.split(".")[0] for path in FOLDER.glob("*.weights.h5")}
+    assert weights == set(models.WEIGHTS_ALONE)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_model_comes_back(name):
+    model = keras.models.load_model(FOLDER / f"{name}.keras")
+    with np.load(FOLDER / f"{name}.npz") as saved:
+        assert models.policies(model) == saved["policies"].tolist()
+        check_state(model, saved)
+        check_predictions(name, model, saved["predictions"])
+    made = models.MODELS[name.removesuffix("_int8")]()
+    assert settings(model) == settings(made)
+
+
+@pytest.mark.parametrize("name", models.WEIGHTS_ALONE)
+def test_weights_come_back_with_the_state_of_the_optimizer(name):
+    model = models.MODELS[name]()
+    model.optimizer.build(model.trainable_variables)
+    model.load_weights(FOLDER / f"{name}.weights.h5")
+    with np.load(FOLDER / f"{name}.npz") as saved:
+        check_state(model, saved)
+        check_predictions(name, model, saved["predictions"])

@@ -1,0 +1,279 @@
+"""The house rules that a test can hold: rooms, floors, sizes, and the two walls."""
+
+import ast
+import os
+import pathlib
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+from oracle import BACKEND
+
+import kmp
+
+ROOT = pathlib.Path(kmp.__file__).parent
+BACKENDS = ("tensorflow", "jax", "torch")
+
+# From the ground up; a room may import what stands on a lower floor.
+FLOORS = [
+    ["_backend", "_common", "_keras", "summaries"],
+    ["precision", "health"],
+    ["scaling", "layers"],
+    ["models", "callbacks", "debug"],
+    ["_api", "cli"],
+    ["__init__"],
+    ["__main__"],
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.rglob("*.py")}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+
+
+def room_of_file(name):
+    return name.split("/")[0].removesuffix(".py")
+
+
+ROOMS = {room_of_file(name) for name in SOURCES}
+
+
+def test_at_most_13_rooms_on_7_floors():
+    rooms = [path.name for path in ROOT.iterdir() if not path.name.startswith("__")]
+    assert len(set(rooms) - {"py.typed"}) <= 13, sorted(rooms)
+    assert len(FLOORS) <= 7
+    assert set(FLOOR) == ROOMS, "FLOORS names each room, and no other"
+
+
+# Sizes
+
+MAX_FILE, MAX_FUNCTION = 300, 50  # lines
+# What is still too long, and how long it may be. Lower or remove; never add.
+LONG_FILES: dict[str, int] = {}
+LONG_FUNCTIONS = {"callbacks/verdict.py": {"judge: 57 lines"}}
+
+
+def long_functions(tree):
+    """The functions with more than 50 lines, without their docstrings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                docstring = node.body[0]
+                lines -= docstring.end_lineno - docstring.lineno + 1
+            if lines > MAX_FUNCTION:
+                yield f"{node.name}: {lines} lines"
+
+
+def test_no_file_is_too_long():
+    lengths = {name: len(source.splitlines()) for name, source in SOURCES.items()}
+    assert {x: n for x, n in lengths.items() if n > LONG_FILES.get(x, MAX_FILE)} == {}
+
+
+def test_no_function_is_too_long():
+    found = {name: set(long_functions(tree)) for name, tree in TREES.items()}
+    found = {name: x - LONG_FUNCTIONS.get(name, set()) for name, x in found.items()}
+    assert {name: functions for name, functions in found.items() if functions} == {}
+
+
+@pytest.mark.parametrize("lines, found", [(49, []), (50, ["f: 51 lines"])])
+def test_long_functions_are_found(lines, found):
+    body = '    """One.\n\n    Two.\n    """\n' + "    pass\n" * lines
+    assert list(long_functions(ast.parse(f"def f():\n{body}"))) == found
+
+
+# Imports point downwards
+
+
+def imported(tree):
+    """Every absolute name that a source imports, those inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(name):
+    """The room of kmp that an imported name belongs to, or None."""
+    package, _, rest = f"{name}.".partition(".")
+    if package != "kmp":
+        return None
+    room = rest.split(".")[0]
+    return room if room in ROOMS else "__init__"
+
+
+def upward_imports(room, tree):
+    targets = {room_of(name) for name in imported(tree)} - {None, room}
+    return sorted(target for target in targets if FLOOR[target] >= FLOOR[room])
+
+
+def test_imports_point_downwards():
+    found = {name: upward_imports(room_of_file(name), tree) for name, tree in TREES.items()}
+    assert {name: rooms for name, rooms in found.items() if rooms} == {}
+
+
+@pytest.mark.parametrize(
+    "room, source, expected",
+    [
+        ("health", "from kmp.scaling.optimizer import scaled", ["scaling"]),
+        ("health", "def f():\n    import kmp.precision", ["precision"]),
+        ("precision", "from kmp import health, _backend", ["health"]),
+        ("health", "import kmp", ["__init__"]),
+        ("scaling", "from kmp import scaled", ["__init__"]),
+        ("scaling", "from kmp.health.measure import due", []),
+        ("callbacks", "from kmp.callbacks.cadence import Cadence", []),
+    ],
+)
+def test_upward_imports_are_found(room, source, expected):
+    assert upward_imports(room, ast.parse(source)) == expected
+
+
+# The first wall: only _backend names TensorFlow, JAX and torch
+
+
+def backend_imports(tree):
+    return sorted({name.split(".")[0] for name in imported(tree)} & set(BACKENDS))
+
+
+def test_one_place_names_the_backends():
+    found = {name: backend_imports(tree) for name, tree in TREES.items()}
+    assert {x: y for x, y in found.items() if y and room_of_file(x) != "_backend"} == {}
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("import jax.numpy as jnp", ["jax"]),
+        ("def f():\n    from tensorflow import io\n    import torch", ["tensorflow", "torch"]),
+        ("import keras, jaxtyping", []),
+    ],
+)
+def test_backend_imports_are_found(source, expected):
+    assert backend_imports(ast.parse(source)) == expected
+
+
+# The second wall: only _keras.py and _backend touch what is private to Keras
+
+NAMEDTUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public in spite of their underscore
+# What stands outside the wall today. Remove what is gone; never add.
+OUTSIDE = {
+    "callbacks/gradient_health.py": {"_trainable_variables"},
+    "callbacks/loss_tracker.py": {"_iterations", "_loss_tracker"},
+    "callbacks/sweep.py": {"_iterations"},
+    "callbacks/train_step.py": {"_flatten_layers", "_loss_tracker", "_non_trainable_variables"},
+}
+
+
+def is_private(name):
+    return name.startswith("_") and name != "_" and not name.endswith("__")
+
+
+def defined(tree):
+    """The private names that a source defines: functions, classes, variables, own attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr if ast.unparse(node.value) == "self" else ""
+        else:
+            continue
+        if is_private(name):
+            yield name
+
+
+def touched(tree):
+    """The private attributes that a source reads, sets or deletes, and `keras.src`."""
+    if any(f"{name}.".startswith("keras.src.") for name in imported(tree)):
+        yield "keras.src"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if ast.unparse(node) == "keras.src":
+                yield "keras.src"
+            elif is_private(node.attr) and ast.unparse(node.value) != "kmp":
+                yield node.attr
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            by_name = ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr")
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            if by_name and isinstance(name, str) and is_private(name):
+                yield name
+
+
+def foreign(tree, own):
+    return set(touched(tree)) - own - NAMEDTUPLE
+
+
+OWN = defaultdict(set)  # a room's private names are its own; another room's are foreign too
+for _name, _tree in TREES.items():
+    OWN[room_of_file(_name)] |= set(defined(_tree))
+
+
+def test_one_place_touches_what_is_private_to_keras():
+    """Use a public name; if there is none, write a function in kmp/_keras.py."""
+    found = {
+        name: foreign(tree, OWN[room_of_file(name)]) - OUTSIDE.get(name, set())
+        for name, tree in TREES.items()
+        if room_of_file(name) not in ("_keras", "_backend")
+    }
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("x = layer._flatten_layers()", {"_flatten_layers"}),
+        ("layer._dtype_policy = None", {"_dtype_policy"}),
+        ("class A(keras.Layer):\n    def f(self):\n        return self._losses", {"_losses"}),
+        ("x = getattr(layer, '_called', False)", {"_called"}),
+        ("from keras.src.backend.common import masking", {"keras.src"}),
+        ("x = keras.src.backend.AutocastScope(None)", {"keras.src"}),
+        ("class A:\n    def f(self):\n        self._mine = 1\n        return other._mine", set()),
+        ("x = row._asdict(), y.__dict__, kmp._backend.platform()", set()),
+    ],
+)
+def test_private_names_of_others_are_found(source, expected):
+    tree = ast.parse(source)
+    assert foreign(tree, set(defined(tree))) == expected
+
+
+# What importing loads
+
+
+WATCH = """
+import sys
+
+def loaded():
+    print([x for x in ("tensorflow", "jax", "torch") if x in sys.modules])
+
+import keras
+loaded()
+import kmp
+loaded()
+import torch
+loaded()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.only(*BACKENDS)
+def test_importing_kmp_loads_no_other_backend():
+    """Keras itself loads JAX on each backend, and no other."""
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH],
+        env={**os.environ, "PYTHONPATH": str(ROOT.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    by_keras, by_kmp, at_the_end = map(ast.literal_eval, done.stdout.splitlines()[-3:])
+    assert by_kmp == by_keras
+    assert set(by_kmp) == {BACKEND, "jax"}
+    assert "torch" in at_the_end  # it would have been noticed
+
+
+@pytest.mark.parametrize("page, most", [("README.md", 150), ("CONTRIBUTING.md", 60)])
+def test_pages_that_everybody_reads_are_short(page, most):
+    assert len((ROOT.parent / page).read_text().splitlines()) <= most
