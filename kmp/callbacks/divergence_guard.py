@@ -16,7 +16,8 @@ from kmp.callbacks.spike_detector import SpikeDetector, SpikeState
 _ACTIONS = ("warn", "stop", "rollback")
 # So many losses in a row that are not finite make a reading that is none, although the optimizer
 # skips the steps: the weights are finite and so far off that nothing else will come of them.
-_DEAD_LOSSES = 10
+_DEAD_LOSSES = 10  # not finite, in a row
+_DEAD_STEPS = 30  # skipped in a row: more than the scale takes from its ceiling to its floor
 
 
 class DivergenceGuard(keras.callbacks.Callback):
@@ -25,7 +26,8 @@ class DivergenceGuard(keras.callbacks.Callback):
     A skipped step needs no rescue. This is for the step that happened and should not have: finite
     gradients of a bad batch, or a learning rate beyond what the model bears. Where it left weights
     so far off that the loss is not finite any more, all later steps are skipped: 10 such losses in
-    a row are a reading that is not finite.
+    a row are a reading that is not finite, and so are 30 skipped steps in a row whose losses are
+    finite, but whose gradients overflow at any scale.
 
     At each `update_freq`-th training step it reads the losses of the steps since the last look, in
     one transfer; their mean is one reading of `detector`. At a spike `action` says what happens:
@@ -163,7 +165,8 @@ class DivergenceGuard(keras.callbacks.Callback):
         reading = progress.mean_loss_since(self._counted_steps)
         self._counted_steps = progress.counted_steps
         if reading is None:  # every step since the last look was skipped
-            if progress.nonfinite_losses < _DEAD_LOSSES:
+            dead = progress.nonfinite_losses >= _DEAD_LOSSES
+            if not (dead or progress.consecutive_skips >= _DEAD_STEPS):
                 return
             reading = math.nan
         self._state = self.detector.next(self._state, reading)

@@ -96,9 +96,10 @@ class LossScaleOptimizer(WrapsInner):
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
         self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
         self.measure_gradients = bool(measure_gradients)
+        self.variable_paths: tuple[str, ...] = ()
         self.scale_was_read, self._warned_of_unscaled_loss = False, False
-        self.telemetry: Telemetry | None = None
         self.measures_details = False
+        self.telemetry: Telemetry | None = None
         self.window: DroppedWindow | None = None
 
     @property
@@ -125,7 +126,7 @@ class LossScaleOptimizer(WrapsInner):
     @property
     def divides_gradients(self) -> bool:
         """Whether gradients are divided by anything but 1."""
-        return not isinstance(self.loss_scale, NoOpLossScale) and self.loss_scale != _SCALE_OF_1
+        return self.loss_scale not in (NoOpLossScale(), StaticLossScale(1.0))
 
     @property
     def gradient_health(self) -> Variable | None:
@@ -177,10 +178,9 @@ class LossScaleOptimizer(WrapsInner):
         self.scale_was_read = True
         if not self.built:
             return self.loss_scale.scale(loss, self.loss_scale.init())
-        _backend.note_loss(
-            self.scaled_step.counters.loss_nonfinite, ops.logical_not(all_finite(loss))
-        )
-        return self.loss_scale.scale(loss, self.scaled_step.counters.state)
+        counters = self.scaled_step.counters
+        _backend.note_loss(counters.loss_nonfinite, ops.logical_not(all_finite(loss)))
+        return self.loss_scale.scale(loss, counters.state)
 
     def apply(
         self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None
@@ -297,6 +297,3 @@ class LossScaleOptimizer(WrapsInner):
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
         return cls(inner, **config)
-
-
-_SCALE_OF_1 = StaticLossScale(1.0)

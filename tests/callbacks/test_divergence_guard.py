@@ -155,6 +155,24 @@ def test_after_a_rollback_the_run_goes_on_from_before_the_bad_batches(optimizer,
     assert now < there / 2
 
 
+def test_gradients_that_overflow_for_ever_are_a_divergence():
+    """After a step to weights so large that the loss is finite and its gradient is not."""
+
+    def steep(y, outputs):
+        here = ops.stop_gradient(outputs)
+        zero = ops.where(ops.abs(here) > 100.0, outputs - here, 1.0)
+        return ops.minimum(ops.square(y - outputs), 1e30) + ops.sqrt(zero)
+
+    model = linear_model(kmp.scaled("sgd", "none", learning_rate=RATE))
+    model.compile(model.optimizer, steep)
+    x, y = data(200)
+    y[4 * 60] = 1e14
+    guard = kmp.callbacks.DivergenceGuard("rollback", 2, snapshot_freq=2)
+    with pytest.warns(UserWarning, match="Rollback 1 of 3"):
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[guard])
+    assert guard.rollbacks == 1
+
+
 def test_rollbacks_are_used_up():
     model = linear_model(kmp.scaled("sgd", learning_rate=0.0))
     guard = DivergenceGuard("rollback", **QUICK, snapshot_freq=1, max_rollbacks=2)

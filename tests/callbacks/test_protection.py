@@ -187,7 +187,7 @@ def test_what_another_callbacks_error_leaves_ends_with_the_next_fit():
 def test_a_watched_fit_puts_back_how_often_it_measures():
     model = linear_model()
     model.optimizer.build(model.trainable_variables)
-    sampling = model.optimizer.sampling
+    sampling = model.optimizer.telemetry.sampling
     model.optimizer.sample_gradients(7, details=False)
     fit(model, [GradientHealth(update_freq=3)])
     assert not model.optimizer.measures_details
