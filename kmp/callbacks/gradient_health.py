@@ -112,6 +112,7 @@ class GradientHealth(keras.callbacks.Callback):
         """Forget what another optimizer has measured."""
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
+        self._ratio = math.nan
         self._optimizer = optimizer
         self._cadence = Cadence(self.update_freq, step)
         self._alarms = Alarms(self.limits)
@@ -183,7 +184,7 @@ class GradientHealth(keras.callbacks.Callback):
                 "headroom_bits": report.headroom_bits,
                 "degraded_share": _mean(report.degraded_share),
                 "lost_share": _mean(report.lost_share),
-                "update_ratio": self._update_ratio(report, self._weights()),
+                "update_ratio": self._ratio,
                 "verdict": self.verdict.code if self.verdict else 0,
             }
             logs.update({f"{self.prefix}{name}": value for name, value in found.items()})
@@ -202,7 +203,7 @@ class GradientHealth(keras.callbacks.Callback):
         if report is None or (self.report and self.report.step == report.step):
             return report
         self.report, weights = report, self._weights()
-        ratio = self._update_ratio(report, weights)
+        self._ratio = ratio = self._update_ratio(report, weights)
         if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
             self._update_ratios.append(ratio)
         verdict = self._judge(report, weights)
