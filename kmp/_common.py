@@ -1,8 +1,8 @@
 """Checks of what users pass in, with what to write instead; warnings; the table of reports."""
 
+import inspect
 import itertools
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +31,8 @@ class PrecisionWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Warn, and let the warning point at the line of the user's code that led here."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _BETWEEN:
+    level, frame = 1, inspect.currentframe()
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, PrecisionWarning, stacklevel=level)
 

@@ -24,6 +24,7 @@ from kmp.callbacks.loss_tracker import LossTracker
 from kmp.callbacks.undo import protected_step
 
 _USER = "kmp.protect"  # the owner of a claim that outlives `fit`
+_REPLACED = ("train_step", "make_train_function")
 ONCE = "once"  # the variant of a claim whose functions no later `fit` may find
 
 
@@ -44,9 +45,8 @@ def protect(model: Any) -> "Protection":
     The seeds of dropout and augmentation go on: the next step draws anew, so that a batch whose
     mask made it overflow does not overflow for ever.
 
-    kmp's callbacks protect the model for the duration of their `fit`. This function does it without
-    them, for every `fit` until it is removed. Calling it again changes nothing. `compile` may be
-    called in between.
+    kmp's callbacks protect the model while their `fit` runs. This function does it without them,
+    until it is removed. Calling it again changes nothing, nor does `compile`.
 
     Args:
         model: `keras.Model`, compiled with `kmp.scaled(...)` or another optimizer that scales the
@@ -87,7 +87,7 @@ class Protection:
 
     Args:
         model: the model.
-        is_new: whether this call of `protect` put the protection on.
+        is_new: whether this call put the protection on.
     """
 
     def __init__(self, model: Any, is_new: bool):
@@ -136,8 +136,7 @@ def protect_fit(model: Any, claim: Claim) -> None:
 
 def release(model: Any, owner: Hashable) -> None:
     """End the claim of `owner`, if there is one; the last one takes everything off the model."""
-    guard = _guard_of(model)
-    if guard is not None:
+    if guard := _guard_of(model):
         guard.release(owner)
 
 
@@ -173,10 +172,9 @@ class _Functions:
     def of(cls, model: Any) -> "_Functions":
         """Those that belong to the model's present train function, which is Keras's."""
         function = model.train_function
-        found = getattr(function, "protected", None)
-        if found is None:
-            found = function.protected = cls(model)
-        return found
+        if not hasattr(function, "protected"):
+            function.protected = cls(model)
+        return function.protected
 
 
 class _Guard:
@@ -202,9 +200,9 @@ class _Guard:
         if not self._claims:
             self._step_back()
             self._put_back("make_train_function")
-        if claim is not None and raised and claim.on_error is not None:
+        if claim and raised and claim.on_error:
             claim.on_error()
-        if claim is not None and claim.undo is not None:
+        if claim and claim.undo:
             claim.undo()
 
     def abandon(self, raised: bool = True) -> None:
@@ -281,9 +279,6 @@ class _Guard:
         vars(self._model).update({name: self._own[name]} if name in self._own else {})
 
 
-_REPLACED = ("train_step", "make_train_function")
-
-
 def _ended_by_errors(model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     def train_function(*args: Any) -> Any:
         try:
@@ -298,10 +293,9 @@ def _ended_by_errors(model: Any, function: Callable[..., Any]) -> Callable[..., 
 
 
 def _end_claims(model: Any) -> None:
-    guard = _guard_of(model)
     # JAX may have lost the state of a step that raised. Keras says so then, and the next `fit`
     # ends the claims.
     with contextlib.suppress(Exception):
         _backend.settle(model)
-        if guard is not None:
+        if guard := _guard_of(model):
             guard.abandon()
