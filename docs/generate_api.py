@@ -24,6 +24,8 @@ _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Warns|Example|Examples|
 
 def signature_of(value: Any) -> str:
     """The arguments with their defaults, without types: `(x, y=None, *, filter_fn=None)`."""
+    if isinstance(value, type) and issubclass(value, Warning):
+        return ""
     signature = inspect.signature(value)
     plain = [
         p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"

@@ -152,7 +152,7 @@ def train(directory: pathlib.Path, size: Size, extra: list) -> None:
         model.load_weights(best)
         best_so_far = model.evaluate(*validation, verbose=0)
         print(f"Resuming from {backup}; best validation loss so far {best_so_far:.4f}.")
-    health = kmp.callbacks.GradientHealth(directory / "logs", update_freq=50)
+    health = kmp.callbacks.GradientHealth(log_dir=directory / "logs", update_freq=50)
     callbacks = [
         health,
         kmp.callbacks.DivergenceGuard("rollback", snapshot_freq=50),

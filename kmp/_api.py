@@ -1,6 +1,8 @@
 """Every public name of kmp."""
 
 from kmp import callbacks, debug, layers
+from kmp._common import PrecisionWarning
+from kmp.callbacks import protect
 from kmp.health import GradientReport
 from kmp.models import audit, freeze_observers, quantize_aware, to_int8, to_mixed_precision
 from kmp.precision import (
@@ -35,6 +37,7 @@ __all__ = [
     "LossScaleOptimizer",
     "NoOpLossScale",
     "Policy",
+    "PrecisionWarning",
     "ScaleState",
     "StaticLossScale",
     "all_finite",
@@ -50,6 +53,7 @@ __all__ = [
     "half_dtype",
     "layers",
     "max_abs",
+    "protect",
     "quantize_aware",
     "scaled",
     "select_tree",

@@ -1,7 +1,9 @@
-"""Checks of what users pass in, with what to write instead; and the table that reports print."""
+"""Checks of what users pass in, with what to write instead; warnings; the table of reports."""
 
+import inspect
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,27 @@ from rich.text import Text
 
 # Between the smallest normal float32 and its reciprocal, neither S nor 1/S leaves float32.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
+
+# Whose frames lie between the user's line and a warning: they run `fit` and compile its steps.
+_BETWEEN = ("kmp", "keras", "tensorflow", "jax", "torch", "contextlib", "functools")
+
+
+class PrecisionWarning(UserWarning):
+    """What kmp warns of: precision, loss scaling, and runs that go wrong.
+
+    Example:
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore", PrecisionWarning)
+    """
+
+
+def warn(message: str) -> None:
+    """Warn, and let the warning point at the line of the user's code that led here."""
+    level, frame = 1, inspect.currentframe()
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, PrecisionWarning, stacklevel=level)
 
 
 def is_number(value: Any) -> bool:

@@ -25,9 +25,12 @@ if TYPE_CHECKING:  # each of them is held against the interface
 
     _all: tuple[Backend, Backend, Backend] = (jax, tensorflow, torch)
 
+END_OF_DATA = _backend.END_OF_DATA
+SEES_LOSS = _backend.SEES_LOSS
 after = _backend.after
 all_reduce_sum = _backend.all_reduce_sum
 are_finite = _backend.are_finite
+around_train_step = _backend.around_train_step
 compiled = _backend.compiled
 compiled_bytes = _backend.compiled_bytes
 compiled_step_bytes = _backend.compiled_step_bytes
@@ -44,6 +47,8 @@ gradient_values = _backend.gradient_values
 gradients = _backend.gradients
 inside_xla = _backend.inside_xla
 is_concrete = _backend.is_concrete
+keep_old_unless = _backend.keep_old_unless
+kept_values = _backend.kept_values
 map_gradient_values = _backend.map_gradient_values
 matmul_float32 = _backend.matmul_float32
 multiply = _backend.multiply
@@ -54,8 +59,8 @@ preserved = _backend.preserved
 random_state = _backend.random_state
 read = _backend.read
 reduce_columns = _backend.reduce_columns
-restore_after_skip = _backend.restore_after_skip
 run_step = _backend.run_step
+settle = _backend.settle
 to_host = _backend.to_host
 watch_gradient = _backend.watch_gradient
 without_functions = _backend.without_functions

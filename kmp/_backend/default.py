@@ -148,6 +148,38 @@ def read(model: Any, variables: list[Variable]) -> list[Tensor]:
     return [v.value for v in variables]
 
 
+def around_train_step(
+    model: Any,
+    train_step: Callable[..., Any],
+    before: Callable[[], Any],
+    after: Callable[[Any, Any], Any],
+) -> Callable[..., Any]:
+
+    def step(data: Any) -> Any:
+        kept = before()
+        return after(kept, train_step(data))
+
+    return step
+
+
+def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
+    return [v.value for v in variables]
+
+
+def keep_old_unless(applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]) -> None:
+    for variable, value in zip(variables, old, strict=True):
+        variable.assign(ops.where(applied, variable.value, value))
+
+
+def settle(model: Any) -> None:
+    # The variables of a model that trains hold its state.
+    return
+
+
+END_OF_DATA: tuple[type[Exception], ...] = (StopIteration,)
+SEES_LOSS = True
+
+
 def fused_batch_norm(
     x: Tensor,
     gamma: Tensor,

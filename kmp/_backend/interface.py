@@ -144,10 +144,43 @@ class Backend(Protocol):
         strategy, whose replicas have a loss each.
         """
 
-    def restore_after_skip(
-        self, model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
-    ) -> Callable:
-        """Wrap Keras's train step: a skipped one leaves `undone_of(model)` as it was."""
+    # ---- Keras's training loop -------------------------------------------------------------------
+
+    SEES_LOSS: bool  # whether `note_loss` knows of a loss that is not finite before the step
+    END_OF_DATA: tuple[type[Exception], ...]  # what a train function raises when the data ends
+
+    def around_train_step(
+        self,
+        model: Any,
+        train_step: Callable[..., Any],
+        before: Callable[[], Any],
+        after: Callable[[Any, Any], Any],
+    ) -> Callable[..., Any]:
+        """Run two functions around Keras's train step, in the same compiled program.
+
+        Both read and assign the variables of the model, its optimizer and its metrics, as ordinary
+        Keras code does.
+
+        Args:
+            model: `keras.Model`, compiled.
+            train_step: its train step, with the signature that the backend's trainer calls.
+            before: called first; what it returns is handed to `after`.
+            after: called with that and with the logs of the train step; returns the logs.
+
+        Returns:
+            A train step with the same signature.
+        """
+
+    def kept_values(self, variables: Sequence[Variable]) -> list[Tensor]:
+        """The present values of variables, which later assignments do not change."""
+
+    def keep_old_unless(
+        self, applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]
+    ) -> None:
+        """Give each variable its old value back unless `applied`, a bool[]."""
+
+    def settle(self, model: Any) -> None:
+        """Write the state that the loop of `fit` holds into the variables of the model."""
 
     # ---- Layers --------------------------------------------------------------------------------
 

@@ -2,22 +2,22 @@
 
 import math
 import statistics
-import warnings
 from typing import Any
 
 import keras
 
-from kmp._common import checked_choice, number, whole_number
+from kmp._common import checked_choice, number, warn, whole_number
 from kmp.callbacks.cadence import Cadence
-from kmp.callbacks.loss_tracker import Progress, read_progress, warn_of_unseen_loss
+from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
+from kmp.callbacks.protection import Claim, protect_fit, release
 from kmp.callbacks.snapshot import Snapshot, restore_snapshot, take_snapshot
 from kmp.callbacks.spike_detector import SpikeDetector, SpikeState
-from kmp.callbacks.train_step import guard_train_step
 
 _ACTIONS = ("warn", "stop", "rollback")
 # So many losses in a row that are not finite make a reading that is none, although the optimizer
 # skips the steps: the weights are finite and so far off that nothing else will come of them.
-_DEAD_LOSSES = 10
+_DEAD_LOSSES = 10  # not finite, in a row
+_DEAD_STEPS = 30  # skipped in a row: more than the scale takes from its ceiling to its floor
 
 
 class DivergenceGuard(keras.callbacks.Callback):
@@ -26,7 +26,8 @@ class DivergenceGuard(keras.callbacks.Callback):
     A skipped step needs no rescue. This is for the step that happened and should not have: finite
     gradients of a bad batch, or a learning rate beyond what the model bears. Where it left weights
     so far off that the loss is not finite any more, all later steps are skipped: 10 such losses in
-    a row are a reading that is not finite.
+    a row are a reading that is not finite, and so are 30 skipped steps in a row whose losses are
+    finite, but whose gradients overflow at any scale.
 
     At each `update_freq`-th training step it reads the losses of the steps since the last look, in
     one transfer; their mean is one reading of `detector`. At a spike `action` says what happens:
@@ -66,8 +67,8 @@ class DivergenceGuard(keras.callbacks.Callback):
         ValueError: if an argument is out of its range.
 
     Warns:
-        UserWarning: at each spike, with step, loss, median and what was done; and after the first
-            epoch if the model's own `train_step` or `metrics` keeps the loss from it.
+        kmp.PrecisionWarning: at each spike, with step, loss, median and what was done; and after
+            the first epoch if the model's own `train_step` or `metrics` keeps the loss from it.
 
     Example:
 
@@ -137,17 +138,18 @@ class DivergenceGuard(keras.callbacks.Callback):
 
     def set_model(self, model):
         super().set_model(model)
-        guard_train_step(model)
+        self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
 
     def on_train_begin(self, logs=None):
-        self._begin(read_progress(self._model))
+        protect_fit(self._trained, Claim(self))
+        self._begin(read_progress(self._trained))
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._cadence.is_due(batch):
             self._look()
 
     def on_epoch_end(self, epoch, logs=None):
-        progress = read_progress(self._model)
+        progress = read_progress(self._trained)
         seen_none = progress.seen_steps == self._cadence.epoch_start
         self._cadence.epoch_start = progress.seen_steps
         if seen_none and epoch == 0:
@@ -155,12 +157,16 @@ class DivergenceGuard(keras.callbacks.Callback):
         if logs is not None and progress.skipped_steps is not None:
             logs["skipped_steps"] = progress.skipped_steps
 
+    def on_train_end(self, logs=None):
+        release(self._trained, self)
+
     def _look(self) -> None:
-        progress = read_progress(self._model)
+        progress = read_progress(self._trained)
         reading = progress.mean_loss_since(self._counted_steps)
         self._counted_steps = progress.counted_steps
         if reading is None:  # every step since the last look was skipped
-            if progress.nonfinite_losses < _DEAD_LOSSES:
+            dead = progress.nonfinite_losses >= _DEAD_LOSSES
+            if not (dead or progress.consecutive_skips >= _DEAD_STEPS):
                 return
             reading = math.nan
         self._state = self.detector.next(self._state, reading)
@@ -176,21 +182,20 @@ class DivergenceGuard(keras.callbacks.Callback):
         self._candidate = None
         last = self._proven[0].step if self._proven else -math.inf
         if calm and step - last >= self.snapshot_freq:
-            snapshot = take_snapshot(self._model, step)
+            snapshot = take_snapshot(self._trained, step)
             self._candidate = None if snapshot is None else (snapshot, self._state)
 
     def _act(self, step: int, reading: float) -> None:
         history = self._state.history
         done = {"warn": "Nothing was done.", "stop": "Training stops."}.get(self.action)
         if self.action == "stop":
-            self._model.stop_training = True
+            self._trained.stop_training = True
         elif self.action == "rollback":
             done = self._roll_back()
         usual = statistics.median(history) if history else math.nan
-        warnings.warn(
+        warn(
             f"Step {step}: the loss diverged: {reading:.3g}, where the median of the last "
-            f"{len(history)} readings is {usual:.3g}. {done}",
-            stacklevel=2,
+            f"{len(history)} readings is {usual:.3g}. {done}"
         )
 
     def _roll_back(self) -> str:

@@ -3,22 +3,26 @@
 import collections
 import math
 import os
-import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
 from kmp import _backend
 from kmp._common import whole_number
-from kmp._keras import layers_of
-from kmp.callbacks.cadence import Cadence, read_report, require_measuring_optimizer
+from kmp._keras import layers_of, own_weights
+from kmp.callbacks.alarms import Alarms
+from kmp.callbacks.cadence import Cadence
 from kmp.callbacks.dashboard import Dashboard
-from kmp.callbacks.train_step import guard_train_step
-from kmp.callbacks.verdict import Limits, Verdict, judge, significant
+from kmp.callbacks.judging import Evidence, judge
+from kmp.callbacks.protection import Claim, protect_fit, release
+from kmp.callbacks.standstill import Standstill, Weight
+from kmp.callbacks.verdict import Limits, Verdict, checked_limits
 from kmp.health.measure import FIRST_STEPS
-from kmp.health.report import GradientReport
-from kmp.scaling.rules import NoOpLossScale
+from kmp.health.report import GradientReport, read_report
+from kmp.scaling.optimizer import LossScaleOptimizer
 
 _WINDOW = 200  # steps that a verdict looks back on
 
@@ -40,46 +44,36 @@ class GradientHealth(keras.callbacks.Callback):
     degraded_share   share of its non-zero values that have fewer bits in float16, at that scale
     lost_share       share of them that would be zero in float16
     update_ratio     log10 of update norm over weight norm, median of the variables; healthy near -3
-    verdict          0 HEALTHY, 1 CALIBRATING, 2 UNDERFLOW, 3 UNSTABLE, 4 STALLED, 5 COLLAPSED,
-                     6 FORWARD-NAN
+    verdict          the worst state of this epoch: 0 HEALTHY, 1 CALIBRATING, 2 UNDERFLOW,
+                     3 UNSTABLE, 4 STALLED, 5 COLLAPSED, 6 FORWARD-NAN
     ```
 
     Put it before callbacks that read these keys.
 
-    A skipped step leaves nothing behind in Keras's loop either: `loss` becomes the mean over the
-    steps whose loss was finite (NaN if there was none), and moving statistics of any layer, Keras's
-    BatchNormalization included, stay bit-equal (under `tf.distribute` they do not).
+    While `fit` runs the model is protected, as `kmp.protect` does: `loss` and metrics are averages
+    over the steps that were not skipped, and a skipped step leaves the state of all layers alone.
+    When `fit` ends, the model and the optimizer are as they were.
 
     Args:
         log_dir: directory for TensorBoard's event files, or None for none. Needs no TensorFlow. Of
             several processes that train one model together the first alone writes.
         update_freq: int >= 1, training steps between two looks, whatever `steps_per_execution` is.
-        min_grad_norm: float, the l2 norm below which a variable's gradient is reported as
-            vanishing; in true units.
-        max_grad_norm: float, the l2 norm above which a gradient is exploding, and the run UNSTABLE;
-            in true units. Source: ours, as `min_grad_norm`.
-        max_overflow_rate: float, share of skipped steps after the first 100, of the last 200, above
-            which a run is UNSTABLE; at least five times what the rule itself costs (1 /
-            `growth_interval`) and 5 steps. Source: ours.
-        max_update_ratio: float, update norm over weight norm, median of variables and of ten looks,
-            above which a run is UNSTABLE. Source: 0.001 is healthy (CS231n); two decades are ours.
-        max_lost_share: float, share of a float16 variable's non-zero gradient that float16 rounds
-            to zero, above which it is UNDERFLOW. Source: AdaLoss (Zhao et al. 2019), 1e-3.
-        max_degraded_share: float, share that lies below float16's normal numbers, mean of the
-            float16 variables, above which it is UNDERFLOW. Source: ours.
-        spare_bits: float, doublings that the scale must have left for UNDERFLOW: otherwise a higher
-            one would overflow (65504, Micikevicius et al. 2018). Source: ours.
+        limits: `kmp.callbacks.Limits`, where the verdict and the warnings turn.
+        optimizer: the `kmp.LossScaleOptimizer` to watch, for a model that steps several, as a GAN
+            does. By default the one that the model is compiled with.
+        prefix: str, put before the keys in the logs, to tell several watched optimizers apart.
 
     Attributes:
         report: `kmp.GradientReport` of the last look; None before the first.
-        verdict: `kmp.callbacks.Verdict` over the steps up to then, with a variable to blame, if
-            one can be told, and one line of advice; None before the first look.
+        verdict: `kmp.callbacks.Verdict`, the worst since the last epoch's end, with counts, a
+            variable to blame, if one can be told, and one line of advice; after `fit`, of its last
+            epoch. None before the first look.
 
     Raises:
         ValueError: if an argument is out of range, and in `fit` if the optimizer is not kmp's.
 
     Warns:
-        UserWarning: once for each kind, with counts and paths: a verdict but HEALTHY and
+        kmp.PrecisionWarning: once for each kind, with counts and paths: a verdict but HEALTHY and
             CALIBRATING, an overflow, a vanishing gradient, an exploding one; and float16 layers
             without loss scaling.
 
@@ -97,35 +91,20 @@ class GradientHealth(keras.callbacks.Callback):
 
     def __init__(
         self,
+        *,
         log_dir: str | os.PathLike[str] | None = None,
         update_freq: int = 100,
-        *,
-        min_grad_norm: float = 1e-7,
-        max_grad_norm: float = 1e4,
-        max_overflow_rate: float = 0.01,
-        max_update_ratio: float = 0.1,
-        max_lost_share: float = 1e-3,
-        max_degraded_share: float = 0.05,
-        spare_bits: float = 4.0,
+        limits: Limits | None = None,
+        optimizer: LossScaleOptimizer | None = None,
+        prefix: str = "",
     ):
         super().__init__()
-        if not 0 <= min_grad_norm < max_grad_norm:
-            raise ValueError(
-                "`min_grad_norm` must not be negative and must lie below `max_grad_norm`. "
-                f"Received: min_grad_norm={min_grad_norm}, max_grad_norm={max_grad_norm}. The "
-                "defaults are 1e-7 and 1e4."
-            )
-        self.log_dir = log_dir
-        self.min_grad_norm = min_grad_norm
-        self.limits = Limits(
-            max_grad_norm,
-            max_overflow_rate,
-            max_update_ratio,
-            max_lost_share,
-            max_degraded_share,
-            spare_bits,
-        )
+        self.log_dir, self.prefix = log_dir, prefix
+        self.limits = checked_limits(limits)
         self.update_freq = whole_number("update_freq", update_freq, "GradientHealth")
+        self._given = optimizer
+        if optimizer is not None:
+            _require_measurements(optimizer)
         self._dashboard: Dashboard | None = None
         self._begin()
 
@@ -136,38 +115,56 @@ class GradientHealth(keras.callbacks.Callback):
         self._ratio = math.nan
         self._optimizer = optimizer
         self._cadence = Cadence(self.update_freq, step)
-        self._warned: set[str] = set()
+        self._alarms = Alarms(self.limits)
         self._past: collections.deque[GradientReport] = collections.deque()
         self._update_ratios: collections.deque[float] = collections.deque(maxlen=10)
 
     def set_model(self, model):
         super().set_model(model)
-        require_measuring_optimizer(self, model)
-        guard_train_step(model)
-        if not model.optimizer.measures_details:
-            model.optimizer.measures_details = True
-            model.train_function = None  # it was compiled without them
+        self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
+        if self._given is None:
+            _require_measurements(getattr(model, "optimizer", None), model)
 
     def on_train_begin(self, logs=None):
-        report = read_report(self._model)
+        optimizer = self._given or self._trained.optimizer
+        self._switch_on(optimizer)
+        report = self._read(optimizer)
         step = report.step if report else 0
-        if self._model.optimizer is not self._optimizer:
-            self._begin(self._model.optimizer, step)
+        if optimizer is not self._optimizer:
+            self._begin(optimizer, step)
+        self._standstill = Standstill(optimizer.gradient_accumulation_steps or 1)
         self._cadence.epoch_start, self._epoch_steps = step, 1
         self._past.clear()
         if report and report.step:
             self._past.append(report)  # what happened before is not this run's
-        self._warn_of_unscaled_float16()
-        if self.log_dir is not None and _backend.writes_logs(self._model):
+        self._epoch_start = report
+        self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
+        if self.log_dir is not None and _backend.writes_logs(self._trained):
             self._dashboard = Dashboard(self.log_dir, report)
 
+    def _switch_on(self, optimizer: Any) -> None:
+        """Protect this `fit`, and let its steps measure details as often as this looks."""
+        details, put_back = optimizer.measures_details, None
+        if optimizer.built:
+            put_back = optimizer.telemetry.kept_sampling()
+        optimizer.measures_details = True
+
+        def undo() -> None:
+            optimizer.measures_details = details
+            if put_back is not None:
+                put_back()
+
+        variant = ("details", id(optimizer))
+        protect_fit(self._trained, Claim(self, variant=variant, undo=undo))
+
     def on_epoch_begin(self, epoch, logs=None):
-        model = self.model  # on JAX this brings the optimizer's variables up to date
-        if model.optimizer.built:
+        self._worst: Verdict | None = None
+        self._sync()
+        if self._optimizer.built:
             # Where nobody knows how many: as many as in the epoch before, in the first the first.
             steps = (self.params or {}).get("steps") or self._epoch_steps
             last = self._cadence.epoch_start + steps
-            model.optimizer.sample_gradients(self.update_freq, and_at=last)
+            self._optimizer.sample_gradients(self.update_freq, and_at=last)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._cadence.is_due(batch):
@@ -178,122 +175,121 @@ class GradientHealth(keras.callbacks.Callback):
         if report is None:
             return
         self._epoch_steps = report.step - self._cadence.epoch_start
-        self._cadence.epoch_start = report.step
+        self._cadence.epoch_start, self._epoch_start = report.step, report
         if logs is not None:
-            logs["loss_scale"] = report.loss_scale
-            logs["skipped_steps"] = report.skipped_steps
-            logs["grad_norm"] = report.grad_norm
-            logs["headroom_bits"] = report.headroom_bits
-            logs["degraded_share"] = _mean(report.degraded_share)
-            logs["lost_share"] = _mean(report.lost_share)
-            logs["update_ratio"] = self._ratio
-            logs["verdict"] = self.verdict.code if self.verdict else 0
+            found = {
+                "loss_scale": report.loss_scale,
+                "skipped_steps": report.skipped_steps,
+                "grad_norm": report.grad_norm,
+                "headroom_bits": report.headroom_bits,
+                "degraded_share": _mean(report.degraded_share),
+                "lost_share": _mean(report.lost_share),
+                "update_ratio": self._ratio,
+                "verdict": self.verdict.code if self.verdict else 0,
+            }
+            logs.update({f"{self.prefix}{name}": value for name, value in found.items()})
 
     def on_train_end(self, logs=None):
+        release(self._trained, self)
         if self._dashboard is not None:
             self._dashboard.close()
             self._dashboard = None
 
+    def _read(self, optimizer: Any) -> GradientReport | None:
+        return read_report(optimizer, self._trained) if optimizer.built else None
+
     def _look(self) -> GradientReport | None:
-        report = read_report(self._model)
+        report = self._read(self._optimizer)
         if report is None or (self.report and self.report.step == report.step):
             return report
-        self.report = report
-        layers = self._layers()
-        ratio = self._ratio = self._update_ratio(report)
+        self.report, weights = report, self._weights()
+        self._ratio = ratio = self._update_ratio(report, weights)
         if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
             self._update_ratios.append(ratio)
-        self.verdict = judge(
-            report,
-            self._past[-1] if self._past else None,
-            self._reference(report),
-            self._model.optimizer.loss_scale,
-            self.limits,
-            float16={p: x.path for p, x in layers.items() if x.compute_dtype == "float16"},
-            update_ratios=list(self._update_ratios),
-        )
+        verdict = self._judge(report, weights)
+        # The verdict is on the whole epoch: one good look takes nothing back.
+        if self._worst is None or verdict.code >= self._worst.code:
+            self._worst = verdict
+        self.verdict = self._worst
         self._past.append(report)
-        self._warn(report, {path: layer.path for path, layer in layers.items()})
+        self._alarms.of_verdict(report, self.verdict)
+        self._alarms.of_gradients(report, weights)
         if self._dashboard is not None:
             self._dashboard.write(report, self.verdict, ratio)
         return report
 
-    def _reference(self, report: GradientReport) -> GradientReport | None:
+    def _judge(self, report: GradientReport, weights: Mapping[str, Weight]) -> Verdict:
+        optimizer = self._optimizer
+        evidence = Evidence(
+            report=report,
+            start=self._epoch_start,
+            settled=self._settled(report),
+            rule=optimizer.loss_scale,
+            limits=self.limits,
+            weights=weights,
+            update_ratios=list(self._update_ratios),
+            still=self._standstill.see(report, weights),
+            learning_rate=self._learning_rate,
+            drops_windows=optimizer.on_overflow == "drop_window",
+        )
+        return judge(evidence)
+
+    def _learning_rate(self) -> float:
+        self._sync()
+        return float(ops.convert_to_numpy(ops.convert_to_tensor(self._optimizer.learning_rate)))
+
+    def _sync(self) -> None:
+        """Bring JAX's state out of the loop and into the variables."""
+        _ = self.model
+
+    def _settled(self, report: GradientReport) -> GradientReport | None:
         """The report since which overflows are no longer how the scale is found."""
         while len(self._past) > 1 and self._past[1].step <= report.step - _WINDOW:
             self._past.popleft()
         settled = [past for past in self._past if past.step >= FIRST_STEPS]
         return settled[0] if settled else None
 
-    def _layers(self) -> dict[str, keras.Layer]:
-        """`{path of a trainable variable: its layer}`."""
+    def _weights(self) -> dict[str, Weight]:
+        """The trainable variables, by their paths."""
         return {
-            variable.path: layer
-            for layer in layers_of(self._model)
-            for variable in layer._trainable_variables
+            v.path: Weight(layer.path, layer.compute_dtype, v.dtype, len(v.shape) > 1)
+            for layer in layers_of(self._trained)
+            for v in own_weights(layer)
         }
 
-    def _update_ratio(self, report: GradientReport) -> float:
+    def _update_ratio(self, report: GradientReport, weights: Mapping[str, Weight]) -> float:
         """The median over the matrices; over all variables if there are none. NaN if unknown."""
         ratios = report.update_ratio
-        matrices = {v.path for v in self._model.trainable_variables if len(v.shape) > 1}
-        chosen = [x for path, x in ratios.items() if path in matrices] or list(ratios.values())
+        matrices = [x for p, x in ratios.items() if p in weights and weights[p].is_matrix]
+        chosen = matrices or list(ratios.values())
         return float(np.median(chosen)) if chosen else math.nan
-
-    def _warn(self, report: GradientReport, layers: dict[str, str]) -> None:
-        norms, zeros = report.column("l2_norm"), report.column("zero_share")
-        # A variable without a gradient has a row of zeros: not even its zeros are counted.
-        known = set(significant(report, layers))
-        measured = {p: norm for p, norm in norms.items() if (norm or zeros[p]) and p in known}
-        overflowed = {
-            path: f"{count} of {report.step} steps" for path, count in report.overflowed.items()
-        }
-        low, high = self.min_grad_norm, self.limits.max_grad_norm
-        vanishing = {path: f"norm {x:.2g}" for path, x in measured.items() if x < low}
-        exploding = {path: f"norm {x:.2g}" for path, x in measured.items() if x > high}
-        self._warn_once(
-            "gradient overflow",
-            overflowed,
-            f"those steps were skipped and nothing was lost; the loss scale is now "
-            f"{report.loss_scale:g}. A few at the beginning are how the scale is found.",
-        )
-        self._warn_once(
-            f"gradient norm below {low:g}",
-            vanishing,
-            "the variable hardly learns. Is its layer connected to the loss, or saturated?",
-        )
-        self._warn_once(
-            f"gradient norm above {high:g}",
-            exploding,
-            "lower the learning rate, or clip with global_clipnorm=1.0.",
-        )
-
-        verdict = self.verdict
-        if verdict and verdict.state not in ("HEALTHY", "CALIBRATING", *self._warned):
-            self._warned.add(verdict.state)
-            warnings.warn(f"Step {report.step}: {verdict}", stacklevel=2)
-
-    def _warn_once(self, kind: str, found: dict[str, str], advice: str) -> None:
-        if not found or kind in self._warned:
-            return
-        self._warned.add(kind)
-        named = ", ".join(f"{path} ({what})" for path, what in list(found.items())[:5])
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        step = self.report.step if self.report else 0
-        warnings.warn(f"Step {step}: {kind} in {named}{more}: {advice}", stacklevel=2)
-
-    def _warn_of_unscaled_float16(self) -> None:
-        model: Any = self._model
-        if not isinstance(model.optimizer.loss_scale, NoOpLossScale):
-            return
-        layers = [x for x in layers_of(model)[1:] if x.path]  # Input has none
-        half = [x.path for x in layers if x.compute_dtype == "float16"]
-        self._warn_once(
-            "float16 without loss scaling",
-            dict.fromkeys(half, "compute dtype float16"),
-            'gradients below 6e-8 become zero. Write kmp.scaled(..., loss_scale="dynamic").',
-        )
 
 
 def _mean(shares: dict[str, float]) -> float:
     return float(np.mean(list(shares.values()))) if shares else math.nan
+
+
+def _require_measurements(optimizer: Any, model: Any = None) -> None:
+    """Raise ValueError unless `optimizer`, of `model` if that is given, measures gradients."""
+    if not isinstance(optimizer, LossScaleOptimizer):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)  # under mixed_float16 Keras wraps
+        name = type(inner).__name__ if inner else "keras.optimizers.Adam"
+        own = [k for k, v in vars(model).items() if isinstance(v, LossScaleOptimizer)]
+        others = (
+            f"For one of several write GradientHealth(optimizer=model.{own[0]})."
+            if own
+            else (
+                f"Write model.compile(optimizer=kmp.scaled({name}, ...), ...); with "
+                'loss_scale="none" where nothing needs scaling.'
+            )
+        )
+        raise ValueError(
+            "GradientHealth reads what kmp's optimizer measures. Received: "
+            + ("a model compiled with " if model else "")
+            + f"{type(optimizer).__name__}. {others}"
+        )
+    if not optimizer.measure_gradients:
+        raise ValueError(
+            "GradientHealth needs the optimizer's measurements. Received: measure_gradients=False. "
+            "Leave the argument out of kmp.LossScaleOptimizer(...), or the callback out of `fit`."
+        )

@@ -2,18 +2,18 @@
 
 import math
 import os
-import warnings
 from typing import Any
 
 import keras
 
 from kmp import _backend
 from kmp._backend.random_states import RandomStates
-from kmp._common import number, whole_number
-from kmp.callbacks.loss_tracker import RECENT, read_progress
+from kmp._common import number, warn, whole_number
+from kmp.callbacks.loss_tracker import RECENT
+from kmp.callbacks.progress import read_progress, warn_of_unseen_loss
+from kmp.callbacks.protection import ONCE, Claim, build_optimizer, protect_fit, release
 from kmp.callbacks.range_test import draw, has_diverged, smooth, steepest
 from kmp.callbacks.sweep import SweptModel
-from kmp.callbacks.train_step import build_optimizer, guard_train_step
 from kmp.summaries import SummaryWriter
 
 _DEAD_LOSSES = 10  # so many in a row that are not finite, and nothing will come of them
@@ -61,7 +61,8 @@ class LearningRateFinder(keras.callbacks.Callback):
         ValueError: if an argument is out of its range, and in `fit` without a Keras optimizer.
 
     Warns:
-        UserWarning: if `fit` ended before the sweep did, and if there is nothing to suggest.
+        kmp.PrecisionWarning: if `fit` ended before the sweep did, if there is nothing to suggest,
+            and if the model's own `train_step` or `metrics` keeps the loss from it.
 
     Example:
 
@@ -140,11 +141,13 @@ class LearningRateFinder(keras.callbacks.Callback):
     def restore(self) -> None:
         """Put the model back to where it was before the sweep; nothing if that has been done."""
         if self._swept is not None:
-            self._swept.restore()
-            self._swept = None
+            swept, self._swept = self._swept, None
+            release(self._trained, self)
+            swept.restore()
 
     def set_model(self, model):
         super().set_model(model)
+        self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
         if not isinstance(getattr(model, "optimizer", None), keras.optimizers.Optimizer):
             raise ValueError(
                 "LearningRateFinder needs a model that is compiled with an optimizer of Keras. "
@@ -152,16 +155,17 @@ class LearningRateFinder(keras.callbacks.Callback):
                 'model.compile(kmp.scaled("adam"), ...).'
             )
         self.restore()  # what an exception has left of the last sweep
-        guard_train_step(model)
-        model.train_function = None  # it would keep the learning rate that it was compiled with
 
     def on_train_begin(self, logs=None):
         self._begin()
-        model: Any = self.model
+        model = self._trained
         build_optimizer(model)
         self._swept = SweptModel(model, self.min_lr, self.max_lr, self.steps)
+        # A train function of its own: others keep the learning rate that they were compiled with.
+        protect_fit(model, Claim(self, variant=ONCE, on_error=self.restore))
+        progress = read_progress(model)
         self._applied = self._swept.sweep.first_step
-        self._counted = read_progress(model).counted_steps
+        self._counted, self._seen = progress.counted_steps, progress.seen_steps
 
     def on_train_batch_begin(self, batch, logs=None):
         self._look()
@@ -170,22 +174,23 @@ class LearningRateFinder(keras.callbacks.Callback):
         self._look()
 
     def on_train_end(self, logs=None):
+        seen = read_progress(self._trained).seen_steps > self._seen
         self.restore()
         done = len(self.losses)
-        if not self._over:
-            warnings.warn(
-                f"fit ended after {done} of {self.steps} points of the sweep. Write `epochs` that "
-                "are enough for it, or call finder.find(model, x, y), which does.",
-                stacklevel=2,
-            )
         place = steepest(self.learning_rates, self.losses)
-        if place is None:
-            warnings.warn(
-                f"LearningRateFinder suggests nothing: in {done} points the loss did not fall by "
-                "more than its noise. Sweep another range, or more `steps`.",
-                stacklevel=2,
+        if not seen:
+            warn_of_unseen_loss(self)
+        elif not self._over:
+            warn(
+                f"fit ended after {done} of {self.steps} points of the sweep. Write `epochs` that "
+                "are enough for it, or call finder.find(model, x, y), which does."
             )
-        else:
+        if seen and place is None:
+            warn(
+                f"LearningRateFinder suggests nothing: in {done} points the loss did not fall by "
+                "more than its noise. Sweep another range, or more `steps`."
+            )
+        if place is not None:
             self.suggestion = self.learning_rates[place]
         if self.log_dir is not None and done and _backend.writes_logs(self._model):
             self._write(self.log_dir)
@@ -212,9 +217,9 @@ class LearningRateFinder(keras.callbacks.Callback):
         swept = self._swept
         if swept is None or self._over:
             return
-        progress = read_progress(self._model)
+        progress = read_progress(self._trained)
         applied, counted = progress.applied_steps, progress.counted_steps
-        # Where an optimizer of Keras's own skips, nobody can tell whose loss is whose.
+        # Where the model's own train step tells no loss, or not one a step, there are no points.
         if applied - self._applied == counted - self._counted:
             end = min(applied, swept.sweep.first_step + self.steps)
             for step in range(max(self._applied, applied - RECENT), end):
@@ -227,7 +232,7 @@ class LearningRateFinder(keras.callbacks.Callback):
         if applied - swept.sweep.first_step >= self.steps:
             self._over = True
         if self._over:
-            self._model.stop_training = True
+            self._trained.stop_training = True
 
     def _add_point(self, learning_rate: float, loss: float) -> None:
         if self._over:

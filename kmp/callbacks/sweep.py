@@ -45,7 +45,6 @@ class SweptModel:
         variables = [*model.variables, *model.metrics_variables, *optimizer.variables]
         self._values = [(v, _backend.to_host(v)) for v in unique(variables)]
         self._random_states = RandomStates()
-        self._model = model
         self._inner = getattr(optimizer, "inner_optimizer", optimizer)
         applied = int(ops.convert_to_numpy(self._inner._iterations))
         self.sweep = Sweep(min_lr, max_lr, steps, applied)
@@ -55,12 +54,11 @@ class SweptModel:
         self._inner.__dict__["_learning_rate"] = self.sweep
 
     def restore(self) -> None:
-        """Put everything back, and drop the train function, in which the sweep is compiled."""
+        """Put everything back."""
         self._inner.__dict__["_learning_rate"] = self._learning_rate
         for variable, value in self._values:
             _backend.from_host(variable, value)
         self._random_states.restore()
-        self._model.train_function = None
 
 
 def unique(variables: list) -> list:

@@ -1,13 +1,13 @@
 """`TerminateOnNaN`: stops a dead run, and lets a skipped step be."""
 
-import warnings
+from typing import Any
 
 import keras
 
-from kmp._common import whole_number
+from kmp._common import warn, whole_number
 from kmp.callbacks.cadence import Cadence
-from kmp.callbacks.loss_tracker import Progress, read_progress, warn_of_unseen_loss
-from kmp.callbacks.train_step import guard_train_step
+from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
+from kmp.callbacks.protection import Claim, protect_fit, release
 
 
 class TerminateOnNaN(keras.callbacks.Callback):
@@ -38,8 +38,9 @@ class TerminateOnNaN(keras.callbacks.Callback):
         ValueError: if an argument is out of its range.
 
     Warns:
-        UserWarning: when it stops a run, with step, counts and the paths of the weights; and after
-            the first epoch if the model's own `train_step` or `metrics` keeps the loss from it.
+        kmp.PrecisionWarning: when it stops a run, with step, counts and the paths of the weights;
+            and after the first epoch if the model's own `train_step` or `metrics` keeps the loss
+            from it.
 
     Example:
 
@@ -64,11 +65,12 @@ class TerminateOnNaN(keras.callbacks.Callback):
 
     def set_model(self, model):
         super().set_model(model)
-        guard_train_step(model)
+        self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
 
     def on_train_begin(self, logs=None):
+        protect_fit(self._trained, Claim(self))
         self.stopped_because = None
-        self._seen_steps = read_progress(self._model).seen_steps
+        self._seen_steps = read_progress(self._trained).seen_steps
 
     def on_epoch_begin(self, epoch, logs=None):
         # Anew, not by the tracker's count: a train step of the model's own may not move that.
@@ -85,17 +87,20 @@ class TerminateOnNaN(keras.callbacks.Callback):
         if logs is not None and progress.skipped_steps is not None:
             logs["skipped_steps"] = progress.skipped_steps
 
+    def on_train_end(self, logs=None):
+        release(self._trained, self)
+
     def _look(self) -> Progress:
-        progress = read_progress(self._model, self._model.trainable_variables)
+        progress = read_progress(self._trained, self._trained.trainable_variables)
         reason = self._reason(progress)
         if reason and self.stopped_because is None:
             self.stopped_because = f"Step {progress.step}: {reason}"
-            self._model.stop_training = True
-            warnings.warn(f"{self.stopped_because} Training stops.", stacklevel=2)
+            self._trained.stop_training = True
+            warn(f"{self.stopped_because} Training stops.")
         return progress
 
     def _reason(self, progress: Progress) -> str | None:
-        variables = self._model.trainable_variables
+        variables = self._trained.trainable_variables
         dead = [variables[i].path for i in progress.nonfinite]
         if dead:
             more = f" and {len(dead) - 5} more" if len(dead) > 5 else ""

@@ -152,6 +152,21 @@ def add_event(
     return ops.where(number > 0, ops.concatenate([new, events[:-1]]), events)
 
 
+def mark_loss(events: Tensor, nonfinite: Tensor) -> Tensor:
+    """Note for the last overflow that its loss was not finite.
+
+    Args:
+        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
+        nonfinite: bool[], whether to.
+
+    Returns:
+        float32[16, 5].
+    """
+    mark = np.ones((NUM_EVENTS, len(EVENT_COLUMNS)), "float32")
+    mark[0, EVENT_COLUMNS.index("loss_finite")] = 0
+    return ops.where(nonfinite, events * ops.convert_to_tensor(mark), events)
+
+
 def due(step: Tensor, sampling: Tensor) -> Tensor:
     """Tell whether to measure this step, as far as that does not depend on its gradients.
 

@@ -96,9 +96,10 @@ class LossScaleOptimizer(WrapsInner):
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
         self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
         self.measure_gradients = bool(measure_gradients)
+        self.variable_paths: tuple[str, ...] = ()
         self.scale_was_read, self._warned_of_unscaled_loss = False, False
-        self.telemetry: Telemetry | None = None
         self.measures_details = False
+        self.telemetry: Telemetry | None = None
         self.window: DroppedWindow | None = None
 
     @property
@@ -120,12 +121,12 @@ class LossScaleOptimizer(WrapsInner):
     def scale_state(self) -> ScaleState:
         """The loss scale's state as tensors, to read or to hand to `loss_scale`."""
         self.scale_was_read = True
-        return self._step.counters.state
+        return self.scaled_step.counters.state
 
     @property
     def divides_gradients(self) -> bool:
         """Whether gradients are divided by anything but 1."""
-        return not isinstance(self.loss_scale, NoOpLossScale) and self.loss_scale != _SCALE_OF_1
+        return self.loss_scale not in (NoOpLossScale(), StaticLossScale(1.0))
 
     @property
     def gradient_health(self) -> Variable | None:
@@ -165,7 +166,7 @@ class LossScaleOptimizer(WrapsInner):
         max_abs = getattr(self.loss_scale, "reads_max_abs", False)
         plan = plan_for(var_list, self.inner_optimizer, self.measure_gradients, max_abs)
         row_of = functools.partial(keras_optimizer.row_of, self)
-        self._step = ScaledStep(
+        self.scaled_step = ScaledStep(
             self.inner_optimizer, var_list, row_of, plan, counters, self.telemetry, self.window
         )
 
@@ -177,8 +178,9 @@ class LossScaleOptimizer(WrapsInner):
         self.scale_was_read = True
         if not self.built:
             return self.loss_scale.scale(loss, self.loss_scale.init())
-        _backend.note_loss(self._step.counters.loss_nonfinite, ops.logical_not(all_finite(loss)))
-        return self.loss_scale.scale(loss, self._step.counters.state)
+        counters = self.scaled_step.counters
+        _backend.note_loss(counters.loss_nonfinite, ops.logical_not(all_finite(loss)))
+        return self.loss_scale.scale(loss, counters.state)
 
     def apply(
         self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None
@@ -198,13 +200,13 @@ class LossScaleOptimizer(WrapsInner):
             return
         if not self.built:
             self.build(arguments.needed_to_build(trainable_variables))
-        variables = list(trainable_variables or self._step.variables)
-        arguments.refuse_unknown(variables, lambda v: self._step.row_of(v) >= 0)
+        variables = list(trainable_variables or self.scaled_step.variables)
+        arguments.refuse_unknown(variables, lambda v: self.scaled_step.row_of(v) >= 0)
         grads = arguments.checked_gradients(grads, variables)
         if self.divides_gradients and not (self.scale_was_read or self._warned_of_unscaled_loss):
             self._warned_of_unscaled_loss = True
             arguments.warn_of_unscaled_loss()
-        step = functools.partial(self._step.run, self.loss_scale, self.measures_details)
+        step = functools.partial(self.scaled_step.run, self.loss_scale, self.measures_details)
         _backend.run_step(step, grads, variables)
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Tensor], loss: Tensor) -> Tensor:
@@ -295,6 +297,3 @@ class LossScaleOptimizer(WrapsInner):
             config.pop("inner_optimizer"), custom_objects=custom_objects
         )
         return cls(inner, **config)
-
-
-_SCALE_OF_1 = StaticLossScale(1.0)

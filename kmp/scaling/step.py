@@ -109,6 +109,24 @@ class ScaledStep:
         replicas.update_if(applies, self.inner, true, variables)
         self._record(rule, seen, applies)
 
+    def forget_scale_of(self, before: ScaleState, nonfinite: Tensor) -> None:
+        """Take back what the last step did to the loss scale, if its loss was not finite.
+
+        No scale helps against such a loss. On TensorFlow and PyTorch `scale_loss` notes it in time;
+        on JAX, where the loss is scaled inside a pure function, this is called after the step.
+
+        Args:
+            before: the state of the scale before the step.
+            nonfinite: bool[], whether the step was skipped and its loss was not finite.
+        """
+        now = self.counters.state
+        fewer = ops.minimum(before.finite_steps, now.finite_steps)
+        steps = ops.where(nonfinite, fewer, now.finite_steps)
+        self.counters.scale.assign(ops.where(nonfinite, before.scale, now.scale))
+        self.counters.finite_steps.assign(ops.cast(steps, self.counters.finite_steps.dtype))
+        if self.telemetry is not None:
+            self.telemetry.mark_loss(nonfinite)
+
     def _divided(
         self, rule: LossScale, scaled: list[Gradient], variables: list[Variable]
     ) -> list[Gradient]:

@@ -50,6 +50,16 @@ class Telemetry:
         noted = ops.convert_to_numpy(self.sampling)[2:]
         self.sampling.assign(np.array([interval, and_at, *noted], "int32"))
 
+    def kept_sampling(self) -> Callable[[], None]:
+        """Keep how often steps are measured; call the result to put it back."""
+        kept = ops.convert_to_numpy(self.sampling)[:2]
+
+        def restore() -> None:
+            noted = ops.convert_to_numpy(self.sampling)[2:]
+            self.sampling.assign(np.concatenate([kept, noted]))
+
+        return restore
+
     def record(
         self,
         plan: MeasurePlan,
@@ -78,6 +88,11 @@ class Telemetry:
             self._record_details(plan, seen, due_details, weights())
         sampling = ops.convert_to_tensor(self.sampling)
         self.sampling.assign(measure.sampled(sampling, step, due_levels, due_details))
+
+    def mark_loss(self, nonfinite: Tensor) -> None:
+        """Note for the last overflow that its loss was not finite, if `nonfinite`, a bool[]."""
+        events = ops.convert_to_tensor(self.events)
+        self.events.assign(measure.mark_loss(events, nonfinite))
 
     def _record_details(
         self, plan: MeasurePlan, seen: Look, due: Tensor, weights: Sequence[Tensor]

@@ -5,6 +5,8 @@ import numpy as np
 from conftest import BACKEND
 
 import kmp
+from kmp._keras.training import loss_tracker, set_loss_tracker
+from kmp.callbacks.progress import read_progress
 
 SPE = [1] if BACKEND == "torch" else [1, 4]
 # Keras jits on JAX unless told otherwise, and would hand torch's step to Dynamo.
@@ -36,3 +38,13 @@ def fit(model, callbacks, poisoned=(), poison=np.inf, epochs=1, steps=12, **argu
     x, y = data(steps, poisoned=poisoned, poison=poison)
     arguments = {"verbose": 0, "shuffle": False, "batch_size": 4, **arguments}
     return model.fit(x, y, epochs=epochs, callbacks=callbacks, **arguments).history
+
+
+def last_progress(model):
+    """What the steps of the last `fit` had counted when it ended."""
+    own = loss_tracker(model)
+    set_loss_tracker(model, model.train_function.protected.tracker)
+    try:
+        return read_progress(model)
+    finally:
+        set_loss_tracker(model, own)

@@ -34,7 +34,7 @@ def logs(tmp_path_factory):
         if run == "skips":
             y = y.copy()
             y[20] = np.inf
-        watch = kmp.callbacks.GradientHealth(directory / run, update_freq=2)
+        watch = kmp.callbacks.GradientHealth(log_dir=directory / run, update_freq=2)
         model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[watch])
     return directory
 
@@ -142,7 +142,7 @@ def test_an_overflow_of_an_earlier_fit_is_not_red(tmp_path, monkeypatch):
     monkeypatch.setattr(dashboard, "heat_map", draw)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(kmp.scaled("sgd"), loss="mse")
-    watch = kmp.callbacks.GradientHealth(tmp_path)
+    watch = kmp.callbacks.GradientHealth(log_dir=tmp_path)
     for target in (np.inf, 1.0):
         model.fit(np.ones((4, 1)), np.full((4, 1), target), verbose=0, callbacks=[watch])
     np.testing.assert_array_equal(looks, [[True, True], [False, False]])

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 from conftest import BACKEND
 from keras import ops
-from linear_runs import JIT, RATE, SPE, data, fit, linear_model
+from linear_runs import JIT, RATE, SPE, data, fit, last_progress, linear_model
 
 import kmp
 from kmp.callbacks import DivergenceGuard, SpikeDetector
-from kmp.callbacks.loss_tracker import read_progress
 from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
 
 QUICK = {"update_freq": 1, "detector": SpikeDetector(window=10)}
@@ -25,7 +24,7 @@ def fit_high(model, guard, steps=56, **arguments):
 
 
 def messages(caught):
-    return [str(w.message) for w in caught if w.category is UserWarning]
+    return [str(w.message) for w in caught if w.category is kmp.PrecisionWarning]
 
 
 @pytest.mark.parametrize("spe", SPE)
@@ -42,14 +41,14 @@ def test_a_spike_is_warned_of_once(spe):
         f"Step {step}: the loss diverged: {high:.3g}, where the median of the last "
         f"{HIGH_FROM // spe} readings is {np.median(losses):.3g}. Nothing was done."
     ]
-    assert read_progress(model).seen_steps == 56 and guard.rollbacks == 0
+    assert last_progress(model).seen_steps == 56 and guard.rollbacks == 0
 
 
 def test_stop():
     model = linear_model(kmp.scaled("sgd", learning_rate=0.0))
     with pytest.warns(UserWarning, match=r"Step 43: the loss diverged.*Training stops\.$"):
         fit_high(model, DivergenceGuard("stop", **QUICK))
-    assert read_progress(model).seen_steps == 44
+    assert last_progress(model).seen_steps == 44
 
 
 @pytest.mark.parametrize("spe", SPE)
@@ -154,6 +153,24 @@ def test_after_a_rollback_the_run_goes_on_from_before_the_bad_batches(optimizer,
     fit(clean, [], steps=64)
     there, now = (np.abs(m.predict(x, verbose=0) - y).max() for m in (clean, model))
     assert now < there / 2
+
+
+def test_gradients_that_overflow_for_ever_are_a_divergence():
+    """After a step to weights so large that the loss is finite and its gradient is not."""
+
+    def steep(y, outputs):
+        here = ops.stop_gradient(outputs)
+        zero = ops.where(ops.abs(here) > 100.0, outputs - here, 1.0)
+        return ops.minimum(ops.square(y - outputs), 1e30) + ops.sqrt(zero)
+
+    model = linear_model(kmp.scaled("sgd", "none", learning_rate=RATE))
+    model.compile(model.optimizer, steep)
+    x, y = data(200)
+    y[4 * 60] = 1e14
+    guard = kmp.callbacks.DivergenceGuard("rollback", 2, snapshot_freq=2)
+    with pytest.warns(UserWarning, match="Rollback 1 of 3"):
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[guard])
+    assert guard.rollbacks == 1
 
 
 def test_rollbacks_are_used_up():

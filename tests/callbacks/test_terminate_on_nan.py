@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 from conftest import BACKEND
 from keras import ops
-from linear_runs import RATE, SPE, fit, linear_model
+from linear_runs import RATE, SPE, fit, last_progress, linear_model
 
 import kmp
-from kmp.callbacks.loss_tracker import read_progress
 
 TerminateOnNaN = kmp.callbacks.TerminateOnNaN
 
@@ -33,13 +32,13 @@ def test_a_row_of_skipped_steps_stops_with_its_counts(spe):
     model = linear_model(steps_per_execution=spe)
     with pytest.warns(UserWarning, match=r"Training stops\.$") as caught:
         history = fit(model, [stop], poisoned=range(2, 12), epochs=2)
-    assert len([w for w in caught if w.category is UserWarning]) == 1
+    assert len([w for w in caught if w.category is kmp.PrecisionWarning]) == 1
     assert stop.stopped_because.startswith(
         "Step 8: 6 steps in a row were skipped and 6 losses in a row were not finite (patience=4), "
         "so that no loss scale can help"
     )
     # Keras looks at `stop_training` after the execution that comes next.
-    assert read_progress(model).seen_steps == 8 + spe and len(history["loss"]) == 1
+    assert last_progress(model).seen_steps == 8 + spe and len(history["loss"]) == 1
 
 
 def test_skipped_steps_with_a_finite_loss_are_told_apart():
@@ -102,8 +101,10 @@ def test_where_it_sees_no_loss_it_looks_as_often():
 
 
 def test_each_look_is_one_transfer(monkeypatch):
-    stop, transfers = TerminateOnNaN(), []
-    fit(linear_model(), [stop])
+    stop, transfers, model = TerminateOnNaN(), [], linear_model()
+    fit(model, [stop])
+    kmp.protect(model)
+    model.make_train_function()
     monkeypatch.setattr(ops, "convert_to_numpy", lambda x: transfers.append(x) or np.asarray(x))
     assert stop._look().seen_steps == 12
     assert len(transfers) == 1

@@ -137,7 +137,7 @@ def resumed(rows):
     saved = state(model)
     model = keras.models.load_model("model.keras", {"linear_loss": linear_loss})
     same = equal(saved, state(model))
-    found = fit(model, rows, batches(2), [kmp.callbacks.GradientHealth("own_logs")])
+    found = fit(model, rows, batches(2), [kmp.callbacks.GradientHealth(log_dir="own_logs")])
     return {**found, **state(model), "same": same}
 
 

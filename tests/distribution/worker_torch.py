@@ -59,7 +59,7 @@ def main(rank, meeting_point, results, reduction, window, *cases):
 def fit(log_dir):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(kmp.scaled("sgd"), "mse")
-    watch = kmp.callbacks.GradientHealth(log_dir)
+    watch = kmp.callbacks.GradientHealth(log_dir=log_dir)
     model.fit(np.ones((4, 2)), np.ones((4, 1)), callbacks=[watch], verbose=0)
 
 

@@ -11,6 +11,8 @@ DELIBERATE_DIFFERENCES = {
 }
 
 
+# They apply gradients whose loss nobody has scaled.
+@pytest.mark.filterwarnings("ignore:Gradients are applied")
 class TestKerasOwn(keras_own.LossScaleOptimizerTest):
     @pytest.fixture(autouse=True)
     def in_the_place_of_kerass_class(self, monkeypatch):

@@ -1,17 +1,22 @@
 """The JAX side of `kmp._backend`."""
 
 from kmp._backend.default import (
+    END_OF_DATA,
     all_reduce_sum,
     are_finite,
     fused_batch_norm,
     gradient_rows,
     gradient_values,
+    keep_old_unless,
+    kept_values,
     map_gradient_values,
     multiply,
     preserved,
 )
 from kmp._backend.jax.core import (
+    SEES_LOSS,
     after,
+    around_train_step,
     compiled,
     compute_if,
     custom_gradient,
@@ -26,7 +31,7 @@ from kmp._backend.jax.core import (
     platform,
     read,
     reduce_columns,
-    restore_after_skip,
+    settle,
     to_host,
     writes_logs,
 )
@@ -47,9 +52,12 @@ from kmp._backend.jax.target import (
 )
 
 __all__ = [
+    "END_OF_DATA",
+    "SEES_LOSS",
     "after",
     "all_reduce_sum",
     "are_finite",
+    "around_train_step",
     "compiled",
     "compiled_bytes",
     "compiled_step_bytes",
@@ -66,6 +74,8 @@ __all__ = [
     "gradients",
     "inside_xla",
     "is_concrete",
+    "keep_old_unless",
+    "kept_values",
     "map_gradient_values",
     "matmul_float32",
     "multiply",
@@ -76,8 +86,8 @@ __all__ = [
     "random_state",
     "read",
     "reduce_columns",
-    "restore_after_skip",
     "run_step",
+    "settle",
     "to_host",
     "watch_gradient",
     "without_functions",

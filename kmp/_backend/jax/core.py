@@ -137,48 +137,44 @@ def writes_logs(model: Any) -> bool:
     return alone or jax.process_index() == 0
 
 
-def restore_after_skip(
-    model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
-) -> Callable:
-    """Wrap Keras's stateless train step: a skipped one returns `undone_of(model)` as it came.
+def around_train_step(
+    model: Any,
+    train_step: Callable[..., Any],
+    before: Callable[[], Any],
+    after: Callable[[Any, Any], Any],
+) -> Callable[..., Any]:
+    # In each of the two the variables have the values of the state that the step takes or returns,
+    # and what `after` assigns becomes part of that.
 
-    And the loss scale, where the loss was not finite either: the optimizer cannot see the loss.
-    """
+    def owned() -> tuple[list[Variable], ...]:  # in the order of the trainer's state
+        return (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
 
-    def step(state, data):
-        logs, new_state = train_step(state, data)
-        optimizer = model.optimizer
-        place = {id(v): i for i, v in enumerate(optimizer.variables)}
-        skipped_steps = place[id(optimizer.skipped_steps)]
-        applied = new_state[2][skipped_steps] == state[2][skipped_steps]
-        undone = {id(v) for v in undone_of(model)}
+    def holding(state: Any) -> keras.StatelessScope:
+        pairs = zip(owned(), state, strict=True)
+        mapping = [pair for part in pairs for pair in zip(*part, strict=True)]
+        return keras.StatelessScope(mapping, initialize_variables=False)
 
-        def kept(variables, new_values, old_values):
-            return [
-                jnp.where(applied, new, old) if id(v) in undone else new
-                for v, new, old in zip(variables, new_values, old_values, strict=True)
-            ]
-
-        non_trainable = kept(model.non_trainable_variables, new_state[1], state[1])
-        metrics = kept(model.metrics_variables, new_state[3], state[3])
-        optimizer_state = list(new_state[2])
-        nonfinite_losses = getattr(model._loss_tracker, "nonfinite_losses", None)
-        for variable, count in zip(model.metrics_variables, new_state[3], strict=True):
-            if variable is nonfinite_losses:
-                hopeless = ~applied & (count > 0)
-                scale = place[id(optimizer.scale_variable)]
-                steps = place[id(optimizer.step_counter)]
-                fewer = jnp.minimum(state[2][steps], new_state[2][steps])
-                optimizer_state[steps] = jnp.where(hopeless, fewer, new_state[2][steps])
-                optimizer_state[scale] = jnp.where(hopeless, state[2][scale], new_state[2][scale])
-                if optimizer.telemetry is None:
-                    continue
-                events = place[id(optimizer.telemetry.events)]
-                loss_finite = jnp.where(hopeless, 0.0, new_state[2][events][0, -1])
-                optimizer_state[events] = new_state[2][events].at[0, -1].set(loss_finite)
-        return logs, (new_state[0], non_trainable, optimizer_state, metrics)
+    def step(state: Any, data: Any) -> tuple[Any, Any]:
+        with holding(state):
+            kept = before()
+        logs, state = train_step(state, data)
+        with holding(state) as scope:
+            logs = after(kept, logs)
+        return logs, tuple([scope.get_current_value(v) for v in part] for part in owned())
 
     return step
+
+
+def settle(model: Any) -> None:
+    model.jax_state_sync()
+
+
+SEES_LOSS = False  # the loss is scaled inside the differentiated function, which is pure
 
 
 def inside_xla() -> bool:

@@ -1,17 +1,21 @@
 """The TensorFlow side of `kmp._backend`."""
 
 from kmp._backend.default import (
+    SEES_LOSS,
     are_finite,
     compiled,
     compiled_bytes,
     compiled_step_bytes,
     from_host,
     read,
+    settle,
     to_host,
 )
 from kmp._backend.tensorflow.core import (
+    END_OF_DATA,
     after,
     all_reduce_sum,
+    around_train_step,
     compute_if,
     device,
     device_memory,
@@ -20,6 +24,8 @@ from kmp._backend.tensorflow.core import (
     gradient_sample,
     gradient_values,
     inside_xla,
+    keep_old_unless,
+    kept_values,
     map_gradient_values,
     matmul_float32,
     multiply,
@@ -27,7 +33,6 @@ from kmp._backend.tensorflow.core import (
     per_target,
     platform,
     reduce_columns,
-    restore_after_skip,
     run_step,
 )
 from kmp._backend.tensorflow.distribute import (
@@ -47,9 +52,12 @@ from kmp._backend.tensorflow.replay import (
 )
 
 __all__ = [
+    "END_OF_DATA",
+    "SEES_LOSS",
     "after",
     "all_reduce_sum",
     "are_finite",
+    "around_train_step",
     "compiled",
     "compiled_bytes",
     "compiled_step_bytes",
@@ -66,6 +74,8 @@ __all__ = [
     "gradients",
     "inside_xla",
     "is_concrete",
+    "keep_old_unless",
+    "kept_values",
     "map_gradient_values",
     "matmul_float32",
     "multiply",
@@ -76,8 +86,8 @@ __all__ = [
     "random_state",
     "read",
     "reduce_columns",
-    "restore_after_skip",
     "run_step",
+    "settle",
     "to_host",
     "watch_gradient",
     "without_functions",

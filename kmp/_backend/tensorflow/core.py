@@ -11,7 +11,7 @@ from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 
 from kmp._backend import default
-from kmp._backend.tensorflow.distribute import step_on_replicas
+from kmp._backend.tensorflow.distribute import keep_old_values, step_on_replicas
 from kmp._backend.tensorflow.masked import masked_assignments
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
@@ -159,28 +159,55 @@ def run_step(
         step(default.OneReplica(update_if), gradients, variables)
 
 
-def restore_after_skip(
-    model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
-) -> Callable:
-    # Not under a `tf.distribute` strategy: each replica's statistics are Keras's to reduce.
+def around_train_step(
+    model: Any,
+    train_step: Callable[..., Any],
+    before: Callable[[], Any],
+    after: Callable[[Any, Any], Any],
+) -> Callable[..., Any]:
+    # Keras's trainer builds what is not built in the course of the first step. Here it is built
+    # before, so that there is a state to keep.
+    around = default.around_train_step(model, train_step, before, after)
 
-    def step(data):
-        if tf.distribute.has_strategy():
-            return train_step(data)  # each replica's statistics are Keras's to reduce
-        # The state to keep has to be there. Metrics are built by Keras's own step, in its course.
+    def step(data: Any) -> Any:
         of_keras = type(model).train_step is keras.Model.train_step
         metrics_built = getattr(model._compile_metrics, "built", True)
         if not (model.optimizer.built and (metrics_built or not of_keras)):
             model._symbolic_build(data_batch=data)
-        optimizer, undone = model.optimizer, undone_of(model)
-        before = [tf.identity(v.value) for v in [optimizer.skipped_steps, *undone]]
-        logs = train_step(data)
-        applied = optimizer.skipped_steps.value == before[0]
-        for variable, old in zip(undone, before[1:], strict=True):
-            variable.assign(tf.where(applied, variable.value, old))
-        return logs
+        return around(data)
 
     return step
+
+
+def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
+    # Read before anything that comes later in the program.
+    return [tf.identity(v.value) for v in variables]
+
+
+def keep_old_unless(applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]) -> None:
+    # Outside XLA in a branch, which reads and writes nothing in a step that was applied. With
+    # replicas each one selects for its own variables (metrics), and all of them for those that they
+    # share.
+    if tf.distribute.has_strategy():
+        own = [v.value.synchronization == tf.VariableSynchronization.ON_READ for v in variables]
+        pairs = list(zip(variables, old, strict=True))
+        mine = [pair for pair, is_own in zip(pairs, own, strict=True) if is_own]
+        shared = [pair for pair, is_own in zip(pairs, own, strict=True) if not is_own]
+        default.keep_old_unless(applied, [v for v, _ in mine], [x for _, x in mine])
+        keep_old_values(applied, [v for v, _ in shared], [x for _, x in shared])
+    elif inside_xla():
+        default.keep_old_unless(applied, variables, old)
+    else:
+
+        def put_back() -> Tensor:
+            for variable, value in zip(variables, old, strict=True):
+                variable.assign(value)
+            return applied
+
+        tf.cond(applied, lambda: applied, put_back)
+
+
+END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
 
 
 def per_target(

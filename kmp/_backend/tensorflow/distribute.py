@@ -83,7 +83,7 @@ def _update_by_selects(
     before = [tf.identity(v.value) for v in guarded]
     with _reduced_already(inner):
         inner.apply(gradients, variables)
-    _keep_old_values(keep, guarded, before)
+    keep_old_values(keep, guarded, before)
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def writes_logs(model: Any) -> bool:
     return strategy is None or strategy.extended.should_save_summary
 
 
-def _keep_old_values(kept: Tensor, variables: list[Variable], old: list[Tensor]) -> None:
+def keep_old_values(kept: Tensor, variables: list[Variable], old: list[Tensor]) -> None:
     """Write the old value back into each variable, on each replica, unless `kept`."""
 
     def select(variable, value, kept):

@@ -1,8 +1,11 @@
 """The PyTorch side of `kmp._backend`."""
 
 from kmp._backend.default import (
+    END_OF_DATA,
+    SEES_LOSS,
     after,
     all_reduce_sum,
+    around_train_step,
     compiled,
     compiled_bytes,
     compiled_step_bytes,
@@ -12,11 +15,13 @@ from kmp._backend.default import (
     gradient_sample,
     gradient_values,
     inside_xla,
+    keep_old_unless,
     map_gradient_values,
     per_target,
     preserved,
     read,
     reduce_columns,
+    settle,
     to_host,
     without_functions,
 )
@@ -27,11 +32,11 @@ from kmp._backend.torch.core import (
     device,
     device_memory,
     flags,
+    kept_values,
     matmul_float32,
     multiply,
     note_loss,
     platform,
-    restore_after_skip,
     run_step,
     writes_logs,
 )
@@ -43,9 +48,12 @@ from kmp._backend.torch.replay import (
 )
 
 __all__ = [
+    "END_OF_DATA",
+    "SEES_LOSS",
     "after",
     "all_reduce_sum",
     "are_finite",
+    "around_train_step",
     "compiled",
     "compiled_bytes",
     "compiled_step_bytes",
@@ -62,6 +70,8 @@ __all__ = [
     "gradients",
     "inside_xla",
     "is_concrete",
+    "keep_old_unless",
+    "kept_values",
     "map_gradient_values",
     "matmul_float32",
     "multiply",
@@ -72,8 +82,8 @@ __all__ = [
     "random_state",
     "read",
     "reduce_columns",
-    "restore_after_skip",
     "run_step",
+    "settle",
     "to_host",
     "watch_gradient",
     "without_functions",

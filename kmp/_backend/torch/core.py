@@ -91,20 +91,9 @@ def _update_if(
         inner.apply(gradients, variables)
 
 
-def restore_after_skip(
-    model: Any, train_step: Callable, undone_of: Callable[[Any], list[Variable]]
-) -> Callable:
-
-    def step(data):
-        optimizer, undone = model.optimizer, undone_of(model)
-        before = [v.value.detach().clone() for v in [optimizer.skipped_steps, *undone]]
-        logs = train_step(data)
-        applied = optimizer.skipped_steps.value == before[0]
-        for variable, old in zip(undone, before[1:], strict=True):
-            variable.assign(torch.where(applied, variable.value, old))
-        return logs
-
-    return step
+def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
+    # Copies, because torch assigns in place.
+    return [v.value.detach().clone() for v in variables]
 
 
 def platform() -> str:

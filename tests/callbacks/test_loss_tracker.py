@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from conftest import BACKEND
 from keras import ops
-from linear_runs import JIT, RATE, SPE, data, fit, linear_model
+from linear_runs import JIT, RATE, SPE, data, fit, last_progress, linear_model
 
 import kmp
-from kmp.callbacks.loss_tracker import RECENT, LossTracker, read_progress
-from kmp.callbacks.train_step import guard_train_step
+from kmp.callbacks.loss_tracker import RECENT
 
 CALLBACKS = [
     kmp.callbacks.GradientHealth,
@@ -110,7 +109,7 @@ def test_each_recent_loss_is_kept(spe, jit):
     model = linear_model(steps_per_execution=spe, jit_compile=jit)
     model.optimizer.learning_rate = 0.0
     fit(model, [kmp.callbacks.TerminateOnNaN()], poisoned=[3, 6, 11], epochs=2)
-    progress = read_progress(model)
+    progress = last_progress(model)
     _, y = data()
     each = np.square(y).reshape(12, 4).mean(axis=1)[[0, 1, 2, 4, 5, 7, 8, 9, 10]]
     np.testing.assert_array_equal(progress.recent[:18], np.tile(each, 2))
@@ -124,22 +123,13 @@ def test_each_recent_loss_is_kept(spe, jit):
 def test_more_losses_than_stay_readable():
     model = linear_model()
     fit(model, [kmp.callbacks.TerminateOnNaN()], steps=RECENT + 3)
-    progress = read_progress(model)
+    progress = last_progress(model)
     assert progress.counted_steps == RECENT + 3
     assert progress.mean_loss_since(0) == float(progress.recent.mean())
     np.testing.assert_array_equal(
         progress.mean_loss_since(RECENT - 1),
         np.float32(np.mean(progress.recent[[RECENT - 1, 0, 1, 2]])),
     )
-
-
-def test_several_callbacks_wrap_the_step_once():
-    model = linear_model()
-    fit(model, [x() for x in CALLBACKS])
-    step = model.train_step
-    assert isinstance(model._loss_tracker, LossTracker)
-    guard_train_step(model)
-    assert model.train_step is step and model.train_function is not None
 
 
 def test_each_look_is_one_transfer(monkeypatch):
@@ -152,7 +142,7 @@ def test_each_look_is_one_transfer(monkeypatch):
         return np.asarray(x)
 
     monkeypatch.setattr(ops, "convert_to_numpy", convert)
-    assert read_progress(model).seen_steps == 12
+    assert last_progress(model).seen_steps == 12
     assert len(transfers) == 1
 
 
@@ -170,7 +160,7 @@ def test_evaluation_hides_nothing_and_files_load_without_kmp(tmp_path):
     fit(model, [kmp.callbacks.TerminateOnNaN()])
     x, y = data(poisoned=[2])
     assert not np.isfinite(model.evaluate(x, y, verbose=0))
-    assert read_progress(model).seen_steps == 12
+    assert last_progress(model).seen_steps == 12
     model.save_weights(tmp_path / "model.weights.h5")
     plain = linear_model()
     plain.optimizer.build(plain.trainable_variables)
@@ -189,7 +179,7 @@ def test_the_end_of_data_of_unknown_length_is_no_step(jit):
     unknown = tf.data.Dataset.from_tensor_slices(data()).filter(lambda x, y: True).batch(4)
     model, guard = linear_model(jit_compile=jit), kmp.callbacks.TerminateOnNaN()
     model.fit(unknown, epochs=3, shuffle=False, verbose=0, callbacks=[guard])
-    progress = read_progress(model)
+    progress = last_progress(model)
     assert (progress.step, progress.seen_steps, progress.counted_steps) == (36, 36, 36)
 
 

@@ -1,0 +1,53 @@
+"""What Keras's training loop keeps to itself: the average of the loss, counters, a layer's state.
+
+Each function names the private attributes that it reads or sets. Checked with Keras 3.15.1.
+"""
+
+import contextlib
+from typing import Any
+
+import keras
+
+
+def state_of(layer: keras.Layer) -> list[Any]:
+    """The variables that a layer itself updates in training: moving statistics, counters.
+
+    Neither weights, frozen or not, nor the seeds of random generators. Private:
+    `_non_trainable_variables`; `non_trainable_weights` has the frozen weights too.
+    """
+    return layer._non_trainable_variables
+
+
+def loss_tracker(model: Any) -> Any:
+    """The metric in which the trainer averages the loss of an epoch. Private: `_loss_tracker`."""
+    return model._loss_tracker
+
+
+def set_loss_tracker(model: Any, tracker: Any) -> None:
+    """Let the trainer average the loss of an epoch in another metric. Private: `_loss_tracker`."""
+    vars(model)["_loss_tracker"] = tracker  # `setattr` would list it among the metrics twice
+
+
+def strategy_scope(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """The scope in which the variables of a model are made, where TensorFlow distributes it."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return strategy.scope() if strategy else contextlib.nullcontext()
+
+
+def check_compiled(model: Any, owner: str) -> None:
+    """Check that `owner` was given a compiled model.
+
+    Raises:
+        TypeError: if `model` is no Keras model.
+        ValueError: if it is not compiled.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` of {owner} must be a keras.Model. Received: {model!r} (of type "
+            f"{type(model).__name__}). Write keras.Sequential([layer]) for one layer."
+        )
+    if not model.compiled:
+        raise ValueError(
+            f"`model` of {owner} must be compiled. Received: {model.name!r}, which is not. Write "
+            'model.compile(kmp.scaled("adam"), ...) first.'
+        )

@@ -1,0 +1,87 @@
+"""What `GradientHealth` warns of, each kind once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kmp._common import warn
+from kmp._keras import layers_of
+from kmp.callbacks.standstill import Weight, significant
+from kmp.callbacks.verdict import Limits, Verdict
+from kmp.health.report import GradientReport
+from kmp.scaling.rules import NoOpLossScale
+
+_NAMED = 5  # variables that a warning names
+
+
+class Alarms:
+    """Warns of a run's reports and verdicts, once for each kind.
+
+    Args:
+        limits: where a gradient is vanishing or exploding.
+    """
+
+    def __init__(self, limits: Limits):
+        self._limits = limits
+        self._said: set[str] = set()
+        self._step = 0  # of the last report
+
+    def of_verdict(self, report: GradientReport, verdict: Verdict) -> None:
+        """Warn of the state of a run, if it is one to act upon."""
+        if verdict.state not in ("HEALTHY", "CALIBRATING", *self._said):
+            self._said.add(verdict.state)
+            warn(f"Step {report.step}: {verdict}")
+
+    def of_gradients(self, report: GradientReport, weights: Mapping[str, Weight]) -> None:
+        """Warn of gradients that overflowed, vanish or explode, since the report before."""
+        new = [e for e in report.events if e.step > self._step and e.loss_finite]
+        self._step = report.step
+        if new:  # of a loss that is not finite the verdict tells more
+            self._overflow(report)
+        norms, zeros = report.column("l2_norm"), report.column("zero_share")
+        # A variable without a gradient has a row of zeros: not even its zeros are counted.
+        known = set(significant(report, weights))
+        measured = {p: norm for p, norm in norms.items() if (norm or zeros[p]) and p in known}
+        low, high = self._limits.min_grad_norm, self._limits.max_grad_norm
+        self._once(
+            report.step,
+            f"gradient norm below {low:g}",
+            {path: f"norm {x:.2g}" for path, x in measured.items() if x < low},
+            "the variable hardly learns. Is its layer connected to the loss, or saturated?",
+        )
+        self._once(
+            report.step,
+            f"gradient norm above {high:g}",
+            {path: f"norm {x:.2g}" for path, x in measured.items() if x > high},
+            "lower the learning rate, or clip with global_clipnorm=1.0.",
+        )
+
+    def of_unscaled_float16(self, model: Any, rule: Any) -> None:
+        """Warn if layers compute in float16 although nothing scales the loss."""
+        if not isinstance(rule, NoOpLossScale):
+            return
+        layers = [x for x in layers_of(model)[1:] if x.path]  # Input has none
+        half = [x.path for x in layers if x.compute_dtype == "float16"]
+        self._once(
+            0,
+            "float16 without loss scaling",
+            dict.fromkeys(half, "compute dtype float16"),
+            'gradients below 6e-8 become zero. Write kmp.scaled(..., loss_scale="dynamic").',
+        )
+
+    def _overflow(self, report: GradientReport) -> None:
+        counts = report.overflowed.items()
+        self._once(
+            report.step,
+            "gradient overflow",
+            {path: f"{count} of {report.step} steps" for path, count in counts},
+            f"those steps were skipped and nothing was lost; the loss scale is now "
+            f"{report.loss_scale:g}. A few at the beginning are how the scale is found.",
+        )
+
+    def _once(self, step: int, kind: str, found: Mapping[str, str], advice: str) -> None:
+        if not found or kind in self._said:
+            return
+        self._said.add(kind)
+        named = ", ".join(f"{path} ({what})" for path, what in list(found.items())[:_NAMED])
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        warn(f"Step {step}: {kind} in {named}{more}: {advice}")

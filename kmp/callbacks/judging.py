@@ -1,0 +1,270 @@
+"""The verdict over the steps of an epoch, from its reports."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from kmp.callbacks.standstill import Still, Weight, significant
+from kmp.callbacks.verdict import Limits, Verdict
+from kmp.health.measure import FIRST_STEPS, NUM_EVENTS
+from kmp.health.report import GradientReport, OverflowEvent
+from kmp.scaling.amax import AmaxLossScale
+from kmp.scaling.rules import DynamicLossScale
+
+_NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
+_SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round away
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evidence:
+    """What a verdict is given about.
+
+    Attributes:
+        report: the present one.
+        start: the one at the end of the last epoch; None for the beginning of training.
+        settled: one of a window of steps ago, after the first 100; None if there is none yet.
+        rule: the loss-scaling strategy.
+        limits: where the verdict turns.
+        weights: the trainable variables by their paths.
+        update_ratios: the medians of log10(update / weight) of the last looks.
+        still: the weights that stand still, if they have for long enough.
+        learning_rate: returns it; asked if something stands still.
+        drops_windows: whether one overflow discards a whole window of gradient accumulation.
+    """
+
+    report: GradientReport
+    start: GradientReport | None = None
+    settled: GradientReport | None = None
+    rule: Any = None
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
+    update_ratios: list[float] = dataclasses.field(default_factory=list)
+    still: Still | None = None
+    learning_rate: Callable[[], float] = lambda: math.nan
+    drops_windows: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps since the last epoch's end."""
+        return self.report.step - (self.start.step if self.start else 0)
+
+    @property
+    def skips(self) -> int:
+        """Steps skipped since then."""
+        return self.report.skipped_steps - (self.start.skipped_steps if self.start else 0)
+
+    @property
+    def events(self) -> list[OverflowEvent]:
+        """The overflows since then, the last one first; at most 16 are known."""
+        since = self.start.step if self.start else 0
+        return [event for event in self.report.events if event.step > since]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Judge the steps since the last epoch's end."""
+    rules = (_forward_nan, _collapsed, _stalled, _calibrating, _unstable, _underflow, _healthy)
+    return next(verdict for rule in rules if (verdict := rule(evidence)) is not None)
+
+
+def _forward_nan(evidence: Evidence) -> Verdict | None:
+    dead = [event for event in evidence.events if not event.loss_finite]
+    if not dead:
+        return None
+    known = len(evidence.events) < NUM_EVENTS
+    seen = str(len(dead)) if known else f"at least {len(dead)}"
+    return Verdict(
+        "FORWARD-NAN",
+        "",
+        f"the loss was not finite in {seen} of the last {evidence.steps} steps, "
+        f"in step {dead[-1].step} for one",
+        "No loss scale helps: look for a bad batch, a division or logarithm of zero, or an "
+        "overflow in the forward pass; kmp.debug.locate_nonfinite(model, x, y) names the "
+        "layer, which gradients that are all NaN cannot.",
+    )
+
+
+def _collapsed(evidence: Evidence) -> Verdict | None:
+    report, rule = evidence.report, evidence.rule
+    is_dynamic = isinstance(rule, DynamicLossScale)
+    if is_dynamic:
+        exhausted = report.consecutive_skips >= 2 and report.loss_scale <= rule.min_scale
+    else:
+        exhausted = report.consecutive_skips >= 10
+    if not (evidence.events and exhausted):
+        return None
+    return Verdict(
+        "COLLAPSED",
+        evidence.events[0].first_variable,
+        f"{report.consecutive_skips} steps in a row overflowed at a loss scale of "
+        f"{report.loss_scale:g}" + (", its floor" if is_dynamic else ", which is fixed"),
+        "The scale is not to blame any more: keep that layer in float32, or rescale its "
+        "inputs; min_scale may be lowered.",
+    )
+
+
+def _stalled(evidence: Evidence) -> Verdict | None:
+    report, still = evidence.report, evidence.still
+    if report.step and not report.loss_is_scaled:
+        return Verdict(
+            "STALLED",
+            "",
+            f"nothing scales the loss, but gradients are divided by a loss scale of "
+            f"{report.loss_scale:g}",
+            "In your train_step, write loss = self.optimizer.scale_loss(loss) before taking "
+            'gradients; or kmp.scaled(..., loss_scale="none").',
+        )
+    if evidence.skips == evidence.steps >= _NOTHING_APPLIED:
+        return Verdict(
+            "STALLED",
+            next(iter(report.overflowed), ""),
+            f"each of the last {evidence.steps} steps was skipped, although the loss is finite",
+            f"The loss scale, {report.loss_scale:g} now, does not find its level: keep that layer "
+            "in float32, or begin with a lower initial_scale.",
+        )
+    cause = still and _cause_of_standstill(evidence, still)
+    if not (still and cause):
+        return None
+    more = f" and {len(still.paths) - 3} more" if len(still.paths) > 3 else ""
+    return Verdict(
+        "STALLED",
+        still.paths[0],
+        f"{len(still.paths)} of {still.of} weights with a gradient have not moved in {still.looks} "
+        f"looks over {still.steps} steps ({', '.join(still.paths[:3])}{more}): {cause[0]}",
+        cause[1],
+    )
+
+
+def _cause_of_standstill(evidence: Evidence, still: Still) -> tuple[str, str] | None:
+    """Why, and what to do; None if there is no cause but that the gradients are small."""
+    rate = evidence.learning_rate()
+    if rate == 0:
+        return "the learning rate is 0", "Set it, or look at where its schedule ends."
+    if evidence.drops_windows and evidence.skips:
+        return (
+            f"{evidence.skips} of the last {evidence.steps} steps were skipped, and one overflow "
+            "discards a whole window of gradient accumulation",
+            'Write on_overflow="drop_micro_batch", or a lower loss scale.',
+        )
+    dtypes = {evidence.weights[path].dtype for path in still.paths}
+    if half := dtypes & {"bfloat16", "float16"}:
+        dtype = half.pop()
+        return (
+            f"they are stored in {dtype}, where the optimizer's updates round to nothing",
+            f'Keep them in float32: the policy "mixed_{dtype}" computes in {dtype} and updates '
+            "in float32.",
+        )
+    if rate < _SMALL_RATE:
+        return f"the learning rate is {rate:.2g}", "Raise it: float32 rounds such updates away."
+    return None
+
+
+def _calibrating(evidence: Evidence) -> Verdict | None:
+    report, events = evidence.report, evidence.events
+    early = events and events[-1].step <= FIRST_STEPS and report.step <= 2 * FIRST_STEPS
+    if not (early and isinstance(evidence.rule, DynamicLossScale)):
+        return None
+    return Verdict(
+        "CALIBRATING",
+        "",
+        f"{evidence.skips} steps were skipped on the way to a loss scale of {report.loss_scale:g}",
+        "A few at the beginning are how the scale is found.",
+    )
+
+
+def _unstable(evidence: Evidence) -> Verdict | None:
+    return _overflows_often(evidence) or _explodes(evidence)
+
+
+def _overflows_often(evidence: Evidence) -> Verdict | None:
+    report, settled, rule = evidence.report, evidence.settled, evidence.rule
+    steps = skips = 0
+    if settled or not isinstance(rule, DynamicLossScale):
+        steps = report.step - (settled.step if settled else 0)
+        skips = report.skipped_steps - (settled.skipped_steps if settled else 0)
+    expected = 1 / getattr(rule, "growth_interval", math.inf)
+    rate = max(evidence.limits.max_overflow_rate, 5 * expected)
+    if skips < 5 or skips <= rate * steps:
+        return None
+    return Verdict(
+        "UNSTABLE",
+        next(iter(report.overflowed), ""),
+        f"{skips} of the last {steps} steps overflowed, where about {expected * steps:.2g} "
+        "are the scale's own",
+        "Lower the learning rate, clip with global_clipnorm=1.0, or keep that layer in float32.",
+    )
+
+
+def _explodes(evidence: Evidence) -> Verdict | None:
+    report, limits = evidence.report, evidence.limits
+    if report.grad_norm > limits.max_grad_norm:
+        norms = report.column("l2_norm")
+        return Verdict(
+            "UNSTABLE",
+            max(norms, key=lambda path: norms[path]),
+            f"the gradient's norm is {report.grad_norm:.3g}",
+            "Lower the learning rate, or clip with global_clipnorm=1.0.",
+        )
+    seen = evidence.update_ratios
+    ratio = float(np.median(seen)) if len(seen) >= 10 else -math.inf
+    if not limits.max_update_ratio or ratio <= math.log10(limits.max_update_ratio):
+        return None
+    ratios = report.update_ratio
+    return Verdict(
+        "UNSTABLE",
+        max(ratios, key=lambda path: ratios[path]) if ratios else "",
+        f"a step changes the weights by {10**ratio:.2g} of their norm; 0.001 is usual",
+        "Lower the learning rate.",
+    )
+
+
+def _underflow(evidence: Evidence) -> Verdict | None:
+    report, limits = evidence.report, evidence.limits
+    if report.headroom_bits <= limits.spare_bits:
+        return None  # a higher scale would overflow
+    half = {p: x for p, x in evidence.weights.items() if x.compute_dtype == "float16"}
+    advice = _higher_scale(report, evidence.rule)
+    watched = significant(report, half)
+    zeros = report.column("zero_share")
+    # Where float32 layers have gradients of zero too, nobody has lost them: the loss is flat, by
+    # weights of zero or a satisfied hinge.
+    lossless = [path for path in report.paths if path not in half]
+    is_flat = bool(lossless) and not report.grad_norm
+    if watched and not is_flat and all(zeros[path] == 1 for path in watched):
+        reason = "every gradient of the float16 layers is exactly zero"
+        return Verdict("UNDERFLOW", watched[-1], reason, advice)
+    if report.details is None:
+        return None
+    lost_share, degraded_share = report.lost_share, report.degraded_share  # all variables' each
+    lost = {path: lost_share[path] for path in watched}
+    degraded = {path: degraded_share[path] for path in watched}
+    worst = max(lost, key=lambda path: lost[path], default="")
+    if worst and lost[worst] > limits.max_lost_share:
+        share = f"{lost[worst]:.2%} of the gradient would be rounded to zero in float16"
+        return Verdict("UNDERFLOW", worst, share, advice)
+    if degraded and float(np.mean(list(degraded.values()))) > limits.max_degraded_share:
+        worst = max(degraded, key=lambda path: degraded[path])
+        share = f"{degraded[worst]:.1%} of the gradient has fewer bits in float16 than it should"
+        return Verdict("UNDERFLOW", worst, share, advice)
+    return None
+
+
+def _higher_scale(report: GradientReport, rule: Any) -> str:
+    if not math.isfinite(report.headroom_bits):
+        return 'Raise the loss scale, by loss_scale="dynamic" or initial_scale=2.0**15.'
+    if isinstance(rule, AmaxLossScale):
+        return f"Write kmp.AmaxLossScale(headroom_bits=1); it is {rule.headroom_bits:g} now."
+    exponent = math.floor(math.log2(report.loss_scale) + report.headroom_bits - 1)
+    if isinstance(rule, DynamicLossScale):
+        return f"Write kmp.DynamicLossScale(initial_scale=2.0**{exponent}), or wait for it to grow."
+    return f'Write loss_scale="dynamic", or loss_scale=2.0**{exponent}.'
+
+
+def _healthy(evidence: Evidence) -> Verdict:
+    report, skipped = evidence.report, "0 skipped"
+    if report.skipped_steps:
+        before = report.skipped_steps - evidence.skips
+        skipped = f"{evidence.skips} of the last {evidence.steps} steps skipped, {before} before"
+    return Verdict("HEALTHY", "", f"loss scale {report.loss_scale:g}, {skipped}", "")

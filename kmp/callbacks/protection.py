@@ -1,0 +1,301 @@
+"""`protect`: a skipped step in Keras's own training loop leaves nothing behind.
+
+Keras's trainers update the layers' statistics and the averages of loss and metrics before the
+optimizer can skip the step. One overflow then makes the epoch's loss NaN, on which other callbacks
+stop a healthy run, and stays in BatchNorm's moving statistics for ever.
+
+While a model is protected a `_Guard` stands in the place of its `make_train_function` and
+`train_step`, and a `LossTracker` in that of Keras's average of the loss. The functions that Keras
+compiles from them are kept on Keras's own train function, so that they are found again by the next
+`fit`, and forgotten with it when the model is compiled anew.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import keras
+
+from kmp import _backend
+from kmp._keras import has_weights
+from kmp._keras.training import check_compiled, loss_tracker, set_loss_tracker, strategy_scope
+from kmp.callbacks.loss_tracker import LossTracker
+from kmp.callbacks.undo import protected_step
+
+_USER = "kmp.protect"  # the owner of a claim that outlives `fit`
+_REPLACED = ("train_step", "make_train_function")
+ONCE = "once"  # the variant of a claim whose functions no later `fit` may find
+
+
+def protect(model: Any) -> "Protection":
+    """Let a skipped step of `model` leave nothing behind in `fit` and `train_on_batch`.
+
+    In a step that its optimizer skips, these stay as they were, on every backend and under
+    `tf.distribute` too:
+
+    ```
+    the state that layers update themselves    moving statistics, counters, of any layer, frozen or
+                                               not; the kernel of SpectralNormalization
+    the epoch's averages                       of the loss and of all metrics
+    the loss scale                             if the loss itself was not finite (on JAX; elsewhere
+                                               the optimizer sees to it)
+    ```
+
+    The seeds of dropout and augmentation go on: the next step draws anew, so that a batch whose
+    mask made it overflow does not overflow for ever.
+
+    kmp's callbacks protect the model while their `fit` runs. This function does it without them,
+    until it is removed. Calling it again changes nothing, nor does `compile`.
+
+    Args:
+        model: `keras.Model`, compiled with `kmp.scaled(...)` or another optimizer that scales the
+            loss.
+
+    Returns:
+        A handle: `remove()` ends the protection, and so does leaving its `with` block.
+
+    Raises:
+        TypeError: if `model` is no Keras model.
+        ValueError: if it is not compiled with an optimizer that skips steps.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    >>> model.compile(kmp.scaled("sgd", learning_rate=0.1), "mse")
+    >>> x = np.ones((96, 2))
+    >>> x[40] = np.inf
+    >>> with protect(model):
+    ...     history = model.fit(x, np.ones((96, 1)), verbose=0)
+    >>> bool(np.isfinite(history.history["loss"][0])), int(model.optimizer.skipped_steps)
+    (True, 1)
+    """
+    check_compiled(model, "protect")
+    if not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`protect` is for an optimizer that skips steps. Received: a model compiled with "
+            f"{type(model.optimizer).__name__}, which skips none. Write "
+            f"model.compile(kmp.scaled({type(model.optimizer).__name__}, ...), ...)."
+        )
+    guard = _guard_of(model) or _Guard(model)
+    is_new = guard.claim(Claim(_USER))
+    return Protection(model, is_new)
+
+
+class Protection:
+    """What `kmp.protect` returns. Made by that function alone.
+
+    Args:
+        model: the model.
+        is_new: whether this call put the protection on.
+    """
+
+    def __init__(self, model: Any, is_new: bool):
+        self._model, self._is_new = model, is_new
+
+    def remove(self) -> None:
+        """End the protection: the model trains as Keras does. Nothing happens the second time."""
+        release(self._model, _USER)
+
+    def __enter__(self) -> "Protection":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._is_new:  # what was on before the `with` stays on
+            self.remove()
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a callback asks of the model while its `fit` runs.
+
+    Attributes:
+        owner: who asks; a claim takes the place of an earlier one of the same owner.
+        variant: what the train function is compiled with beside the protection, since another
+            `fit` may do without; None if nothing.
+        undo: called when the claim ends, however it does.
+        on_error: called first if it ends since a training step raised.
+    """
+
+    owner: Hashable
+    variant: Hashable = None
+    undo: Callable[[], None] | None = None
+    on_error: Callable[[], None] | None = None
+
+
+def protect_fit(model: Any, claim: Claim) -> None:
+    """Protect `model` until `release`; for callbacks, in `on_train_begin`.
+
+    If a step of this `fit` raises, the claim ends at once; if something else does, with the next
+    `fit`.
+    """
+    guard = _guard_of(model) or _Guard(model)
+    guard.claim(claim)
+    guard.start()
+
+
+def release(model: Any, owner: Hashable) -> None:
+    """End the claim of `owner`, if there is one; the last one takes everything off the model."""
+    if guard := _guard_of(model):
+        guard.release(owner)
+
+
+def build_optimizer(model: Any) -> None:
+    """Create the optimizer's state if all weights are there; Keras may leave that to a step."""
+    if has_weights(model) and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _guard_of(model: Any) -> "_Guard | None":
+    guard = getattr(vars(model).get("make_train_function"), "__self__", None)
+    return guard if isinstance(guard, _Guard) else None
+
+
+class _Functions:
+    """What Keras has compiled for a protected model, kept on the train function of the bare one.
+
+    Attributes:
+        tracker: the LossTracker whose variables they use.
+        train: train steps and the train functions made of them, by the variants of the claims.
+        test: the test function, or None.
+        plain_test: the test function of the bare model, beside which `test` was made.
+    """
+
+    def __init__(self, model: Any):
+        with strategy_scope(model):
+            self.tracker = LossTracker(loss_tracker(model))
+        self.train: dict[frozenset, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self.test: Any = None
+        self.plain_test: Any = None
+
+    @classmethod
+    def of(cls, model: Any) -> "_Functions":
+        """Those that belong to the model's present train function, which is Keras's."""
+        function = model.train_function
+        if not hasattr(function, "protected"):
+            function.protected = cls(model)
+        return function.protected
+
+
+class _Guard:
+    """What stands in the place of a model's own attributes while there is a claim."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self._claims: dict[Hashable, Claim] = {}
+        self._functions: _Functions | None = None  # while they are in place
+        self._own = {k: v for k, v in vars(model).items() if k in _REPLACED}
+        self._make = model.make_train_function
+        vars(model)["make_train_function"] = self.make_train_function
+
+    def claim(self, claim: Claim) -> bool:
+        """Add a claim; tell whether its owner had none."""
+        is_new = claim.owner not in self._claims
+        self._claims[claim.owner] = claim
+        return is_new
+
+    def release(self, owner: Hashable, raised: bool = False) -> None:
+        """End a claim, and all of it with the last one."""
+        claim = self._claims.pop(owner, None)
+        if not self._claims:
+            self._step_back()
+            self._put_back("make_train_function")
+        if claim and raised and claim.on_error:
+            claim.on_error()
+        if claim and claim.undo:
+            claim.undo()
+
+    def abandon(self, raised: bool = True) -> None:
+        """End the claims of a `fit` that an exception has left."""
+        for owner in [x for x in self._claims if x != _USER]:
+            self.release(owner, raised)
+
+    def make_train_function(self, force: bool = False) -> None:
+        """What `fit` and `train_on_batch` call when they begin: older claims are left over."""
+        self.abandon(raised=False)
+        if self._claims:
+            self.start(force)
+        else:
+            self._make(force)
+
+    def start(self, force: bool = False) -> None:
+        """Let the model train by the function that the claims ask for."""
+        model = self._model
+        if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+            build_optimizer(model)  # the first step may be skipped already
+        functions = self._functions
+        current = functions and loss_tracker(model) is functions.tracker
+        if force or not current or model.train_function is None:  # or compiled anew, or forgotten
+            self._step_back()
+            self._make(force)
+            self._step_in(_Functions.of(model))
+        self._choose()
+
+    def _step_in(self, functions: _Functions) -> None:
+        model = self._model
+        self._functions, self._plain = functions, model.train_function
+        model.make_test_function()  # if there is none; its place shows whether it was forgotten
+        if functions.plain_test is not model.test_function:
+            functions.test, functions.plain_test = None, model.test_function
+        model.test_function = functions.test
+        self._mean = loss_tracker(model)
+        set_loss_tracker(model, functions.tracker)
+        # JAX finds what it has traced by the function, so each gets one of its own.
+        self._train_step = model.train_step
+
+    def _choose(self) -> None:
+        """Put the train function in place that was compiled for the present claims, or make it."""
+        model, functions = self._model, self._functions
+        assert functions is not None
+        variants = frozenset(x.variant for x in self._claims.values()) - {None}
+        if variants in functions.train:
+            step, model.train_function = functions.train[variants]
+            vars(model)["train_step"] = step  # PyTorch's function calls it by this name
+        else:
+            step = protected_step(model, self._train_step, functions.tracker)
+            vars(model)["train_step"] = step
+            model.train_function = None
+            self._make()
+            model.train_function = _ended_by_errors(model, model.train_function)
+            if ONCE not in variants:
+                functions.train[variants] = step, model.train_function
+        self._chosen = model.train_function
+
+    def _step_back(self) -> None:
+        """Put Keras's things back, but for those that were replaced or dropped in between."""
+        model, functions = self._model, self._functions
+        if functions is None:
+            return
+        self._functions = None
+        self._put_back("train_step")
+        if loss_tracker(model) is functions.tracker:
+            set_loss_tracker(model, self._mean)
+            functions.test, model.test_function = model.test_function, functions.plain_test
+        if model.train_function is self._chosen:
+            model.train_function = self._plain
+
+    def _put_back(self, name: str) -> None:
+        vars(self._model).pop(name, None)
+        vars(self._model).update({name: self._own[name]} if name in self._own else {})
+
+
+def _ended_by_errors(model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def train_function(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except _backend.END_OF_DATA:
+            raise
+        except BaseException:
+            _end_claims(model)
+            raise
+
+    return train_function
+
+
+def _end_claims(model: Any) -> None:
+    # JAX may have lost the state of a step that raised. Keras says so then, and the next `fit`
+    # ends the claims.
+    with contextlib.suppress(Exception):
+        _backend.settle(model)
+        if guard := _guard_of(model):
+            guard.abandon()

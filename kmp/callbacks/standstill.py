@@ -1,0 +1,121 @@
+"""Whether the weights of a run stand still."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kmp.health.report import GradientReport
+
+_UNMOVED = 0.99  # share of a variable's gradients above which it counts as standing still
+_LOOKS, _STEPS = 3, 20  # so many in a row, so many steps apart: less says nothing
+_NEGLIGIBLE = 1e-6  # gradients below this share of the weights are rounding errors
+_CONVERGED = 0.01  # below this share of the largest gradient so far a run has arrived
+
+# Four times the unit roundoff. A gradient that is zero by mathematics, as that of a bias right
+# before a batch normalization or of the keys of an attention, is a sum of rounding errors of the
+# dtype that the layer computes in.
+_NOISE = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
+_NOISE_OF_FLOAT32 = 1e-4
+
+
+class Weight(NamedTuple):
+    """A trainable variable, as far as the verdict needs to know it.
+
+    Attributes:
+        layer: path of its layer.
+        compute_dtype: what the layer computes in.
+        dtype: what the variable is stored in.
+        is_matrix: whether it has more than one axis.
+    """
+
+    layer: str
+    compute_dtype: str = "float32"
+    dtype: str = "float32"
+    is_matrix: bool = True
+
+
+class Still(NamedTuple):
+    """Weights that stand still.
+
+    Attributes:
+        paths: those of the variables.
+        of: how many variables were looked at.
+        looks: how often in a row they were seen to stand still.
+        steps: how many training steps lie between the first and the last of these looks.
+    """
+
+    paths: list[str]
+    of: int
+    looks: int
+    steps: int
+
+
+class Standstill:
+    """Counts the looks in a row at which the weights of a run did not move.
+
+    A weight stands still if it has a gradient, not a negligible one, and is the same after the
+    update. A run stands still if half of its matrices do, while its gradient has not become small:
+    then it has converged.
+
+    Args:
+        window: int, micro-batches that gradient accumulation makes one update of.
+    """
+
+    def __init__(self, window: int = 1):
+        self._window = window
+        self._before: GradientReport | None = None
+        self._largest_norm = 0.0
+        self._looks = self._first = 0
+
+    def see(self, report: GradientReport, weights: Mapping[str, Weight]) -> Still | None:
+        """Take in a report; return what stands still, once it has for long enough."""
+        before, self._before = self._before, report
+        self._largest_norm = max(self._largest_norm, report.grad_norm)
+        skips = report.skipped_steps - (before.skipped_steps if before else 0)
+        if report.details is None or (skips and self._window == 1):
+            return None  # the details may be those of a skipped step, which moves nothing
+        watched = self._watched(report, weights)
+        paths = [path for path in watched if self._is_still(path, report, before)]
+        arrived = report.grad_norm < _CONVERGED * self._largest_norm
+        if arrived or not paths or 2 * len(paths) < len(watched):
+            self._looks = 0
+            return None
+        self._first = self._first if self._looks else report.step
+        self._looks += 1
+        steps = report.step - self._first
+        if self._looks < _LOOKS or steps < max(_STEPS, 2 * self._window):
+            return None
+        return Still(paths, len(watched), self._looks, steps)
+
+    def _watched(self, report: GradientReport, weights: Mapping[str, Weight]) -> list[str]:
+        norms, weight_norms = report.column("l2_norm"), report.weight_norm
+        paths = [
+            path
+            for path in significant(report, weights)
+            if norms[path] > _NEGLIGIBLE * weight_norms[path]
+        ]
+        return [path for path in paths if weights[path].is_matrix] or paths
+
+    def _is_still(self, path: str, report: GradientReport, before: GradientReport | None) -> bool:
+        if report.unmoved_share[path] < _UNMOVED:
+            return False
+        # Most micro-batches move nothing: with accumulation the norm must be the same as well.
+        norm = (before.weight_norm if before else {}).get(path)
+        return self._window == 1 or norm == report.weight_norm[path]
+
+
+def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[str]:
+    """The paths of the variables whose gradient is more than rounding errors.
+
+    Left out are those whose norm is small beside the largest in the same layer.
+    """
+    norms = report.column("l2_norm")
+    largest: dict[str, float] = {}
+    for path, weight in weights.items():
+        largest[weight.layer] = max(largest.get(weight.layer, 0.0), norms.get(path, 0.0))
+    return [
+        path
+        for path, weight in weights.items()
+        if path in norms
+        and norms[path]
+        >= _NOISE.get(weight.compute_dtype, _NOISE_OF_FLOAT32) * largest[weight.layer]
+    ]

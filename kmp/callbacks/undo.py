@@ -1,0 +1,106 @@
+"""What a skipped step must not leave behind, and the train step that sees to it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from kmp import _backend
+from kmp._backend.types import Tensor, Variable
+from kmp._keras import layers_of
+from kmp._keras.optimizer import steps_of
+from kmp._keras.training import state_of
+from kmp.callbacks.loss_tracker import LossTracker
+from kmp.scaling.optimizer import LossScaleOptimizer
+from kmp.scaling.rules import ScaleState
+
+
+class _Kept(NamedTuple):
+    """What is known before a step.
+
+    Attributes:
+        variables: those that a skipped step must leave alone.
+        values: their values.
+        counter: int[], what tells a skipped step; see `_skip_counter`.
+        nonfinite_losses: int32[], the tracker's.
+        scale: the state of the loss scale, if the optimizer must be told of the loss.
+    """
+
+    variables: list[Variable]
+    values: list[Tensor]
+    counter: Tensor
+    nonfinite_losses: Tensor
+    scale: ScaleState | None
+
+
+def protected_step(
+    model: Any, train_step: Callable[..., Any], tracker: LossTracker
+) -> Callable[..., Any]:
+    """Wrap a model's train step: if its optimizer skips it, it leaves nothing behind.
+
+    Args:
+        model: `keras.Model`, compiled.
+        train_step: its own, with the signature of the backend.
+        tracker: the loss tracker that the model has while this step is compiled.
+    """
+
+    def tracked(*args: Any) -> Any:
+        with tracker.training():
+            return train_step(*args)
+
+    optimizer = model.optimizer
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return tracked  # which skips nothing
+    counts_skips = isinstance(optimizer, LossScaleOptimizer)
+    told_late = counts_skips and not _backend.SEES_LOSS
+
+    def before() -> _Kept:
+        variables = _undone_by_a_skip(model, tracker)
+        counters = [_skip_counter(optimizer), tracker.nonfinite_losses]
+        *values, counter, losses = _backend.kept_values([*variables, *counters])
+        scale = optimizer.scaled_step.counters.state if told_late else None
+        return _Kept(variables, values, counter, losses, scale)
+
+    def after(kept: _Kept, logs: Any) -> Any:
+        stays = ops.equal(_skip_counter(optimizer).value, kept.counter)
+        applied = stays if counts_skips else ops.logical_not(stays)
+        _backend.keep_old_unless(applied, kept.variables, kept.values)
+        if kept.scale is not None:
+            nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
+            nonfinite = ops.logical_and(ops.logical_not(applied), nonfinite)
+            optimizer.scaled_step.forget_scale_of(kept.scale, nonfinite)
+        return _present_logs(model, logs)
+
+    return _backend.around_train_step(model, tracked, before, after)
+
+
+def _skip_counter(optimizer: Any) -> Variable:
+    """What a skipped step increments; with Keras's own optimizer, what an applied one does."""
+    if isinstance(optimizer, LossScaleOptimizer):
+        return optimizer.skipped_steps
+    return steps_of(optimizer.inner_optimizer)
+
+
+def _present_logs(model: Any, logs: Any) -> Any:
+    """The logs of a step, of the metrics as they are now, if it is metrics that they are of.
+
+    Keras decides the same way at the end of an epoch.
+    """
+    results = model.get_metrics_result()
+    return results if isinstance(logs, dict) and logs.keys() == results.keys() else logs
+
+
+def _undone_by_a_skip(model: Any, tracker: LossTracker) -> list[Variable]:
+    """The layers' state, and all averages of the epoch: those of NaN predictions are NaN."""
+    happened = {id(v) for v in tracker.happened}
+    averages = [v for v in model.metrics_variables if id(v) not in happened]
+    state = [v for layer in layers_of(model) for v in _assigned_by(layer)]
+    return list({id(v): v for v in [*state, *averages]}.values())
+
+
+def _assigned_by(layer: Any) -> list[Variable]:
+    """The variables that a layer assigns while it trains. One of Keras's assigns a weight."""
+    if isinstance(layer, keras.layers.SpectralNormalization) and layer.built:
+        return [*state_of(layer), layer.kernel]
+    return state_of(layer)

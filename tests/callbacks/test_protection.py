@@ -1,0 +1,389 @@
+"""Protection: a skipped step leaves nothing behind, and neither does the protection."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from conftest import BACKEND
+from keras import ops
+from linear_runs import JIT, RATE, SPE, data, fit, linear_model
+
+import kmp
+from kmp._keras.training import loss_tracker
+
+pytestmark = pytest.mark.filterwarnings("ignore:Step")
+
+GradientHealth, TerminateOnNaN = kmp.callbacks.GradientHealth, kmp.callbacks.TerminateOnNaN
+
+
+class Counting(keras.layers.Layer):
+    """State that is no weight: an integer, a float, and those of a layer that is frozen."""
+
+    traces = 0
+
+    def build(self, shape):
+        settings = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.calls = self.add_weight(name="calls", dtype="int32", **settings)
+        self.total = self.add_weight(name="total", aggregation="mean", **settings)
+
+    def call(self, x, training=False):
+        type(self).traces += 1
+        if training:
+            self.calls.assign(self.calls + 1)
+            self.total.assign(self.total + ops.mean(x))
+        return x
+
+
+def stateful_model(optimizer=None, **compile_arguments):
+    frozen = Counting(name="frozen")
+    frozen.trainable = False
+    layers = [
+        keras.Input((2,)),
+        keras.layers.BatchNormalization(),
+        Counting(name="counting"),
+        frozen,
+        keras.layers.SpectralNormalization(keras.layers.Dense(3)),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential(layers)
+    optimizer = optimizer or kmp.scaled("sgd", learning_rate=RATE)
+    model.compile(optimizer, "mse", metrics=["mae"], **compile_arguments)
+    return model
+
+
+def scaled_sgd():
+    """At this scale the gradient of targets of 1e10 overflows, although their loss is finite."""
+    return kmp.scaled("sgd", 2.0**100, learning_rate=RATE)
+
+
+def batches(cause, step, poisoned=True):
+    """12 batches of 4, one of which is skipped by its loss or by its gradient; or left out."""
+    x, y = data(poisoned=[step] if cause == "forward" else [])
+    rows = slice(4 * step, 4 * step + 4)
+    if cause == "backward":
+        y[rows] = 1e10
+    return (x, y) if poisoned else tuple(np.delete(a, rows, axis=0) for a in (x, y))
+
+
+CAUSES = ["forward", "backward"]
+
+
+def state(model):
+    """Weights, statistics, seeds, and what the inner optimizer has: not what kmp has counted."""
+    values = [*model.variables, *model.optimizer.inner_optimizer.variables]
+    return {f"{i} {v.name}": np.array(ops.convert_to_numpy(v)) for i, v in enumerate(values)}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
+def is_keras_own(model):
+    """Whether nothing of kmp's is in the place of what Keras put there."""
+    tracker = type(loss_tracker(model)) is keras.metrics.Mean
+    return tracker and not {"train_step", "make_train_function"} & vars(model).keys()
+
+
+@pytest.mark.parametrize("jit", JIT)
+@pytest.mark.parametrize("spe", SPE)
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_skipped_step_leaves_nothing_behind(spe, jit, cause):
+    """Bit for bit the run without the batch: weights, slots, statistics, counters, averages."""
+    ends, histories = [], []
+    for poisoned in (True, False):
+        keras.utils.set_random_seed(1)
+        model = stateful_model(scaled_sgd(), steps_per_execution=spe, jit_compile=jit)
+        x, y = batches(cause, 5, poisoned)
+        with kmp.protect(model):
+            run = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        ends.append(state(model))
+        histories.append(run.history)
+        assert int(model.optimizer.skipped_steps) == (2 if poisoned else 0)
+    assert_same(*ends)
+    assert histories[0] == histories[1]
+    assert [v for k, v in ends[0].items() if "calls" in k] == [22, 22]
+
+
+WATCHERS = {
+    "protect": lambda: [],
+    "GradientHealth": lambda: [GradientHealth(update_freq=3)],
+    "TerminateOnNaN": lambda: [TerminateOnNaN(update_freq=2)],
+    "all": lambda: [GradientHealth(), TerminateOnNaN(), kmp.callbacks.DivergenceGuard()],
+}
+
+
+def test_who_watches_changes_nothing():
+    ends, histories = {}, {}
+    for name, watchers in WATCHERS.items():
+        keras.utils.set_random_seed(1)
+        model = stateful_model()
+        with kmp.protect(model) if name == "protect" else contextlib.nullcontext():
+            histories[name] = fit(model, watchers(), poisoned=[2, 5], epochs=2)
+        ends[name] = state(model)
+        assert is_keras_own(model)
+    for name in WATCHERS:
+        assert_same(ends["protect"], ends[name])
+        for key, value in histories["protect"].items():
+            assert histories[name][key] == value and np.isfinite(value).all()
+
+
+def test_dropout_draws_anew_after_a_skipped_step():
+    """A batch whose mask makes it overflow would otherwise overflow for ever."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile(scaled_sgd(), "mse")
+    model.optimizer.build(model.trainable_variables)
+    before = state(model)
+    x, y = batches("backward", 0)
+    with kmp.protect(model):
+        model.fit(x[:4], y[:4], verbose=0)
+    after = state(model)
+    (moved,) = (k for k, v in before.items() if (v != after[k]).any())
+    assert "seed" in moved
+
+
+class Raise(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            raise OSError("the disk is full")
+
+
+class EndsEarly(Exception):
+    pass
+
+
+def failing_batches():
+    for x, y in zip(*(np.split(a, 12) for a in data()), strict=True):
+        yield x, y
+        if failing_batches.after == 0:
+            raise EndsEarly
+        failing_batches.after -= 1
+
+
+def test_a_step_that_raises_ends_the_protection():
+    model, watch = stateful_model(), GradientHealth()
+    fit(model, [watch])
+    failing_batches.after = 4
+    before = int(model.optimizer.steps)
+    with pytest.raises(Exception) as raised:
+        model.fit(failing_batches(), shuffle=False, verbose=0, callbacks=[watch, TerminateOnNaN()])
+    assert "EndsEarly" in f"{raised.type} {raised.value}"
+    assert is_keras_own(model) and not model.optimizer.measures_details
+    assert int(model.optimizer.steps) > before
+    assert np.isfinite(fit(model, [watch], poisoned=[2])["loss"]).all()
+
+
+def test_what_another_callbacks_error_leaves_ends_with_the_next_fit():
+    model = stateful_model()
+    with pytest.raises(OSError):
+        fit(model, [GradientHealth(), Raise()])
+    history = fit(model, [], poisoned=[2])
+    assert np.isnan(history["loss"]).all() and is_keras_own(model)
+    assert not model.optimizer.measures_details
+
+
+def test_a_watched_fit_puts_back_how_often_it_measures():
+    model = linear_model()
+    model.optimizer.build(model.trainable_variables)
+    sampling = model.optimizer.telemetry.sampling
+    model.optimizer.sample_gradients(7, details=False)
+    fit(model, [GradientHealth(update_freq=3)])
+    assert not model.optimizer.measures_details
+    assert ops.convert_to_numpy(sampling)[:2].tolist() == [7, 0]
+
+
+@pytest.mark.only("tensorflow", "jax")  # torch traces nothing
+@pytest.mark.parametrize("jit", [x for x in (False, True) if x or BACKEND == "tensorflow"])
+def test_a_second_fit_traces_nothing_again(jit):
+    model = stateful_model(jit_compile=jit)
+    kinds = [lambda: [], lambda: [GradientHealth()], lambda: [TerminateOnNaN()]]
+    traces = []
+    for _ in range(3):
+        for callbacks in kinds:
+            fit(model, callbacks(), epochs=1, validation_data=data())
+        traces.append(Counting.traces)
+    assert traces[0] < traces[1] or traces[0] > 0
+    assert traces[1] == traces[2]
+    assert traces[0] == traces[1]
+
+
+def test_what_was_compiled_is_forgotten_with_the_models_own():
+    """A cast in between: the protected function would go on with the old dtypes."""
+    model = linear_model(kmp.scaled("sgd", learning_rate=0.0))
+    fit(model, [TerminateOnNaN()])
+    model.layers[-1].kernel.trainable = True
+    before = Counting.traces
+    model.add(Counting())
+    model.train_function = None
+    fit(model, [TerminateOnNaN()])
+    assert Counting.traces > before
+
+
+def test_evaluation_is_the_same_before_and_after():
+    model = linear_model(metrics=["mae"])
+    x, y = data()
+    fit(model, [TerminateOnNaN()], validation_data=(x, y))
+    expected = model.evaluate(x, y, batch_size=4, verbose=0)
+    history = fit(linear_model(metrics=["mae"]), [TerminateOnNaN()], validation_data=(x, y))
+    assert [history["val_loss"][0], history["val_mae"][0]] == expected
+    for _ in range(2):
+        model.optimizer.learning_rate = 0.0
+        history = fit(model, [TerminateOnNaN()], validation_data=(x, y))
+        assert history["val_loss"] == [expected[0]]
+        assert model.evaluate(x, y, batch_size=4, verbose=0) == expected
+
+
+def test_the_last_epochs_loss_stays_readable():
+    model = linear_model()
+    history = fit(model, [TerminateOnNaN()])
+    assert float(model.get_metrics_result()["loss"]) == history["loss"][-1]
+
+
+def test_evaluate_with_a_callback_of_fit_protects_nothing():
+    model = linear_model()
+    x, y = data()
+    model.evaluate(x, y, verbose=0, callbacks=[TerminateOnNaN(), GradientHealth()])
+    assert is_keras_own(model)
+
+
+def test_a_handle_can_be_removed_twice_and_a_second_changes_nothing():
+    model = linear_model()
+    one, two = kmp.protect(model), kmp.protect(model)
+    fit(model, [GradientHealth()])
+    assert not is_keras_own(model)  # what the user has asked for outlives `fit`
+    with kmp.protect(model):
+        pass
+    assert np.isfinite(fit(model, [], poisoned=[3])["loss"]).all()
+    two.remove()
+    one.remove()
+    two.remove()
+    assert is_keras_own(model)
+    assert np.isnan(fit(model, [], poisoned=[3])["loss"]).all()
+
+
+def test_a_with_block_ends_it_also_when_it_raises():
+    model = linear_model()
+    with pytest.raises(KeyError), kmp.protect(model):
+        fit(model, [])
+        raise KeyError
+    assert is_keras_own(model)
+
+
+def test_compile_in_between_keeps_the_protection():
+    x, y = np.ones((4, 2), "float32"), np.full((4, 1), 5, "float32")
+    model, losses = linear_model(kmp.scaled("sgd", learning_rate=0.0)), []
+    kmp.protect(model)
+    for loss in ("mse", "mae"):
+        model.compile(kmp.scaled("sgd", learning_rate=0.0), loss=loss)
+        losses += model.fit(x, y, verbose=0).history["loss"]
+        assert np.isfinite(fit(model, [], poisoned=[3])["loss"]).all()
+    assert losses == [25.0, 5.0]
+
+
+def test_train_on_batch_is_protected_too():
+    model = stateful_model()
+    model.optimizer.build(model.trainable_variables)
+    before = state(model)
+    x, y = data(steps=1, poisoned=[0])
+    with kmp.protect(model):
+        model.train_on_batch(x, y)
+    assert int(model.optimizer.skipped_steps) == 1
+    assert_same(before, state(model))
+
+
+def test_an_own_train_step_set_on_the_model_is_put_back():
+    model = linear_model()
+    steps = []
+    keras_own = model.train_step
+
+    def step(*args):
+        steps.append(args)
+        return keras_own(*args)
+
+    model.train_step = step
+    fit(model, [TerminateOnNaN()])
+    assert steps and model.train_step is step
+
+
+def test_keras_own_loss_scaling_is_protected_too():
+    sgd = keras.optimizers.SGD(RATE)
+    model = stateful_model(keras.optimizers.LossScaleOptimizer(sgd, initial_scale=2.0**100))
+    model.optimizer.build(model.trainable_variables)
+    before = state(model)
+    x, y = batches("backward", 0)
+    with kmp.protect(model):
+        run = model.fit(x[:4], y[:4], verbose=0)
+    assert np.isfinite(run.history["loss"]).all()
+    assert_same(before, state(model))
+
+
+def test_a_loss_that_is_not_finite_but_applied_is_reported():
+    """Targets of 1e19: their mean square leaves float32, its gradient does not."""
+    model = linear_model(kmp.scaled("sgd", 1.0, learning_rate=1e-19))
+    x, y = data()
+    y[20:24] = 1e20
+    with kmp.protect(model):
+        run = model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    assert int(model.optimizer.skipped_steps) == 0
+    assert np.isinf(run.history["loss"]).all()
+
+
+def test_logs_of_each_batch_are_of_the_steps_that_counted():
+    """Keras's TerminateOnNaN looks at them."""
+
+    class Logs(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append([logs["loss"], logs["mae"]])
+
+    seen, model = [], linear_model(metrics=["mae"])
+    with kmp.protect(model):
+        fit(model, [Logs()], poisoned=[0, 5])
+    assert np.isnan(seen[0][0]) or seen[0][0] == 0
+    assert np.isfinite(seen[1:]).all() and seen[5] == seen[4]
+
+
+@pytest.mark.parametrize("model", [None, keras.layers.Dense(1)])
+def test_only_models_can_be_protected(model):
+    with pytest.raises(TypeError, match=r"`model` of protect must be a keras.Model"):
+        kmp.protect(model)
+
+
+@pytest.mark.parametrize(
+    "optimizer, message", [("sgd", "Received: a model compiled with SGD"), (None, "be compiled")]
+)
+def test_only_an_optimizer_that_skips_needs_it(optimizer, message):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    if optimizer:
+        model.compile(optimizer, "mse")
+    with pytest.raises(ValueError, match=message):
+        kmp.protect(model)
+
+
+@pytest.mark.only("tensorflow")
+@pytest.mark.parametrize("cause", CAUSES)
+def test_under_a_strategy_too(cause):
+    """One step per execution: with more Keras's own loop raises here, without kmp too."""
+    import tensorflow as tf
+
+    histories, ends = [], []
+    for poisoned in (True, False):
+        keras.utils.set_random_seed(1)
+        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((2,)),
+                    keras.layers.BatchNormalization(),
+                    Counting(),
+                    keras.layers.Dense(1),
+                ]
+            )
+            model.compile(scaled_sgd(), "mse", metrics=["mae"])
+        x, y = batches(cause, 5, poisoned)
+        with kmp.protect(model):
+            run = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        histories.append(run.history)
+        ends.append(state(model))
+    assert_same(*ends)
+    assert histories[0] == histories[1]

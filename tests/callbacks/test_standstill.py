@@ -1,0 +1,82 @@
+"""STALLED: runs whose weights do not move although there are gradients, and sound ones beside."""
+
+import keras
+import numpy as np
+import pytest
+
+import kmp
+from kmp.callbacks import GradientHealth
+
+pytestmark = pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without")
+
+STEPS = 160
+
+
+def watched_run(optimizer, policy="float32", change=lambda model: None, noise=0.1, epochs=1):
+    """Fit a small regression; return the callback and the model."""
+    keras.config.set_dtype_policy(policy)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, activation="relu", name="hidden"),
+            keras.layers.Dense(8, activation="relu", name="middle"),
+            keras.layers.Dense(1, name="head"),
+        ]
+    )
+    change(model)
+    model.compile(optimizer, "mse")
+    random = np.random.default_rng(0)
+    x = random.normal(size=(STEPS * 4, 4)).astype("float32")
+    y = x[:, :1] + noise * random.normal(size=(STEPS * 4, 1)).astype("float32")
+    watch = GradientHealth(update_freq=10)
+    model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, callbacks=[watch])
+    return watch
+
+
+def test_weights_in_bfloat16_that_no_update_of_adam_moves():
+    found = watched_run(kmp.scaled("adam", "none", learning_rate=1e-4), "bfloat16").verdict
+    assert found.state == "STALLED", str(found)
+    assert "stored in bfloat16" in found.reason and "hidden/kernel" in found.reason
+    assert 'the policy "mixed_bfloat16"' in found.advice
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-12])
+def test_a_learning_rate_of_nothing(rate):
+    found = watched_run(kmp.scaled("sgd", learning_rate=rate)).verdict
+    assert found.state == "STALLED" and f"the learning rate is {rate:g}" in found.reason
+
+
+def test_a_schedule_that_ends_at_zero():
+    rate = keras.optimizers.schedules.PolynomialDecay(0.01, 20, end_learning_rate=0.0)
+    found = watched_run(kmp.scaled("sgd", learning_rate=rate)).verdict
+    assert found.state == "STALLED" and "schedule" in found.advice
+
+
+def freeze(*names):
+    def change(model):
+        for name in names:
+            model.get_layer(name).trainable = False
+
+    return change
+
+
+SOUND = {
+    "adam": {"optimizer": lambda: kmp.scaled("adam")},
+    "mixed_bfloat16": {"optimizer": lambda: kmp.scaled("adam"), "policy": "mixed_bfloat16"},
+    "frozen": {"optimizer": lambda: kmp.scaled("adam"), "change": freeze("hidden", "middle")},
+    "accumulated": {"optimizer": lambda: kmp.scaled("sgd", gradient_accumulation_steps=4)},
+    "converged": {"optimizer": lambda: kmp.scaled("sgd", learning_rate=0.05), "epochs": 8},
+    "noiseless": {
+        "optimizer": lambda: kmp.scaled("sgd", learning_rate=0.05),
+        "epochs": 8,
+        "noise": 0.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_runs_are_not_stalled(name):
+    arguments = {**SOUND[name]}
+    verdict = watched_run(arguments.pop("optimizer")(), **arguments).verdict
+    assert verdict.state == "HEALTHY", str(verdict)
