@@ -14,8 +14,9 @@ from typing import Any
 import keras
 
 from kmp._keras import layers_of, parts_of
+from kmp._keras.building import casting_inputs
 from kmp.models.older_files import in_float32, is_flat_list, restore_flat_list
-from kmp.models.policy_tree import restore_policies, restore_quantization, saved_tree
+from kmp.models.policy_tree import restore, restore_int8, saved_tree
 from kmp.models.quantized import quantization_of
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
@@ -90,14 +91,21 @@ class RemembersPolicies:
             return _original(cls).from_config(config)
         layer = _made(cls, config["layer"], custom_objects)
         _let_remember(layer)
-        restore = functools.partial(_restore_tree, layer, config["policies"])
-        restore()
-        layer._restore = None if layer.built else restore
+        layer._restore = functools.partial(_restore_tree, layer, config["policies"])
+        layer._restore()
+        if layer.built:
+            layer._restore = None
         return layer
+
+    def __reduce__(self) -> Any:
+        """As its class pickles it, under the name of that class: a pickle has to find it again."""
+        reduced: Any = super().__reduce__()
+        return (getattr(_original(type(self)), reduced[0].__name__), *reduced[1:])
 
     def build_from_config(self, config: dict[str, Any]) -> None:
         """Build the layer as its class does, then restore what the layers of `build` had."""
-        super().build_from_config(config)  # type: ignore[misc]
+        with casting_inputs(self):
+            super().build_from_config(config)  # type: ignore[misc]
         self.built = True  # Keras sets it too, but only after this method
         if self._restore is not None:
             self._restore()
@@ -105,8 +113,8 @@ class RemembersPolicies:
 
 
 def _restore_tree(layer: Any, saved: dict[str, Any]) -> None:
-    restore_policies(layer, saved)
-    restore_quantization(layer, saved)
+    restore(layer, saved)
+    restore_int8(layer, saved)
 
 
 def _made(cls: Any, config: dict[str, Any], custom_objects: Any = None) -> Any:

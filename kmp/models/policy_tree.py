@@ -25,33 +25,42 @@ def saved_tree(layer: Any) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value}
 
 
-def restore_policies(layer: Any, saved: dict[str, Any]) -> None:
-    """Give a layer and the layers inside it their saved policies.
+def restore(layer: Any, saved: dict[str, Any]) -> None:
+    """Give a layer and the layers inside it their saved policies, and prepare for int8 what was.
 
-    Layers that a `build` creates get theirs when that `build` has run.
+    What a `build` creates follows when that `build` has run, before the layer is called.
 
     Raises:
         ValueError: if a built layer holds another number of layers than the saved one.
     """
+    _restore_policies(layer, saved)
+    _restore_quantization(layer, saved, "settings")
+
+
+def _restore_policies(layer: Any, saved: dict[str, Any]) -> None:
     if "policy" in saved:
         give_policy(layer, get_policy(saved["policy"]))
     inner, expected = _inside(layer), saved.get("layers", [])
     if layer.built and len(inner) != len(expected):
         raise other_layers(layer, len(expected), len(inner))
     for each, its in zip(inner, expected, strict=False):
-        restore_policies(each, its)
+        _restore_policies(each, its)
     if not layer.built:
-        after_build(layer, functools.partial(restore_policies, layer, saved))
+        after_build(layer, functools.partial(restore, layer, saved))
 
 
-def restore_quantization(layer: Any, saved: dict[str, Any]) -> None:
-    """Quantize each built layer whose saved one was quantized.
+def restore_int8(layer: Any, saved: dict[str, Any]) -> None:
+    """Turn each built layer into int8 whose saved one was.
 
-    This creates variables, which is not possible while a layer is called.
+    This reads the kernels, which have no values yet if the layer is built while another is called.
     """
+    _restore_quantization(layer, saved, "config")
+
+
+def _restore_quantization(layer: Any, saved: dict[str, Any], key: str) -> None:
     for each, its in zip(_inside(layer), saved.get("layers", []), strict=False):
-        restore_quantization(each, its)
-    if layer.built and "quantization" in saved:
+        _restore_quantization(each, its, key)
+    if layer.built and key in saved.get("quantization", {}):
         quantize_like(layer, saved["quantization"])
 
 

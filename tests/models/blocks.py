@@ -146,6 +146,40 @@ class Holder(keras.Model):
 
 
 @register
+class ModelInside(layers.Layer):
+    """Makes models in `build`."""
+
+    def build(self, input_shape):
+        self.model = InnerModel()
+        self.model.build(input_shape)
+        self.stack = {"stack": keras.Sequential([layers.Dense(6), layers.ReLU()])}
+        self.stack["stack"].build(input_shape)
+
+    def call(self, x):
+        return x + self.model(x) + self.stack["stack"](x)
+
+
+@register
+class InnerModel(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense, self.block = layers.Dense(6), Residual()
+
+    def call(self, x):
+        return x + self.block(self.dense(x))
+
+
+@register
+class ResidualModel(InnerModel):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.head = layers.Dense(2, name="head")
+
+    def call(self, x):
+        return self.head(super().call(x))
+
+
+@register
 class FunctionalSubclass(keras.Model):
     """Made of inputs and outputs, as those with a train step of their own often are."""
 
@@ -262,6 +296,7 @@ KINDS = {
     "makes_in_build": lambda: functional(MakesInBuild()),
     "makes_in_build_hands_on": lambda: functional(MakesInBuild(hands_on=True)),
     "nested": lambda: functional(Nested()),
+    "model_inside": lambda: functional(InnerModel(), ModelInside()),
     "shared": shared,
     "sequential": sequential,
     "inner_models": inner_models,
@@ -269,6 +304,7 @@ KINDS = {
     "time_distributed": lambda: functional(layers.TimeDistributed(InTime()), x=SEQUENCES),
     "cell": lambda: functional(layers.RNN(Cell()), x=SEQUENCES),
     "subclassed": lambda: called(Subclassed()),
+    "residual_model": lambda: called(ResidualModel()),
     "holder": lambda: called(Holder(functional(Residual(), Unbuilt())[0])),
     "translation": translation,
 }

@@ -1,6 +1,8 @@
 """Converted models whose blocks make their own layers: saved, loaded and cloned as they are."""
 
+import copy
 import json
+import pickle
 
 import blocks
 import keras
@@ -36,9 +38,9 @@ def converted(kind, policy="mixed_float16", **arguments):
     return model, x
 
 
-def check_same(copy, model, x):
-    assert policies(copy) == policies(model)
-    np.testing.assert_array_equal(outputs(copy, x), outputs(model, x))
+def check_same(made, model, x):
+    assert policies(made) == policies(model)
+    np.testing.assert_array_equal(outputs(made, x), outputs(model, x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,6 +77,22 @@ def test_a_clone_has_every_policy(kind):
     trained = keras.models.clone_model(clone)  # it remembers as well
     trained(x)
     assert policies(trained) == policies(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_holds_every_policy(kind):
+    model, x = converted(kind)
+    made = type(model).from_config(model.get_config())
+    made(x)
+    made.set_weights(model.get_weights())
+    check_same(made, model, x)
+
+
+@pytest.mark.parametrize("kind", ["nested", "subclassed"])
+def test_a_pickle_and_a_deep_copy_hold_every_policy(kind):
+    model, x = converted(kind)
+    for made in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        check_same(made, model, x)
 
 
 @pytest.mark.parametrize("kind", ["nested", "makes_in_build", "holder"])
@@ -119,17 +137,43 @@ def test_training_goes_on(tmp_path, kind):
     assert int(loaded.optimizer.iterations) == 2
 
 
-@pytest.mark.parametrize("kind", ["residual", "nested", "subclassed"])
-def test_quantized_blocks_come_back(tmp_path, kind):
+def prepared(kind):
+    """A model that trains with the rounding of int8, and has seen a batch."""
     model, x = KINDS[kind]()
     kmp.to_mixed_precision(model, "mixed_bfloat16")
     kmp.quantize_aware(model, filter_fn=lambda layer, path: type(layer).__name__ != "Sequential")
-    blocks_of = [type(layer).__name__ for layer in layers_of(model)]
-    assert "FakeQuantizedDense" in blocks_of
+    model(x, training=True)
+    return model, x
+
+
+def classes(model):
+    return [type(layer).__name__ for layer in layers_of(model)]
+
+
+@pytest.mark.parametrize("kind", ["residual", "nested", "subclassed", "model_inside"])
+def test_quantized_blocks_come_back(tmp_path, kind):
+    model, x = prepared(kind)
+    assert "FakeQuantizedDense" in classes(model)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert [type(layer).__name__ for layer in layers_of(loaded)] == blocks_of
-    check_same(loaded, model, x)
+    clone = type(model).from_config(model.get_config())
+    clone(x)
+    clone.set_weights(model.get_weights())
+    for made in (loaded, clone):
+        assert classes(made) == classes(model)
+        check_same(made, model, x)
+
+
+@pytest.mark.parametrize("kind", ["residual", "nested", "model_inside"])
+def test_int8_blocks_come_back(tmp_path, kind):
+    model, x = prepared(kind)
+    kmp.to_int8(model)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert "int8" in {v.dtype for v in loaded.variables}
+    names = [[x.dtype_policy.name for x in layers_of(each)] for each in (loaded, model)]
+    assert names[0] == names[1]
+    np.testing.assert_array_equal(outputs(loaded, x), outputs(model, x))
 
 
 LOAD = r"""
