@@ -11,6 +11,8 @@ from typing import Any
 
 import keras
 
+from kmp._keras.building import casting_inputs
+
 # Layers
 
 
@@ -150,7 +152,9 @@ def symbolic_outputs(model: Any, call: Callable | None = None) -> Any:
             if is_graph(model):
                 sequential = isinstance(model, keras.Sequential)
                 inputs = [model.inputs[0] if sequential else model.input]
-            return keras.src.backend.compute_output_spec(call or model.call, *inputs)
+                return keras.src.backend.compute_output_spec(call or model.call, *inputs)
+            with casting_inputs(model):
+                return keras.src.backend.compute_output_spec(call or model.call, *inputs)
         except Exception:  # whatever the user's code raises
             continue
     return None

@@ -1,43 +1,44 @@
-"""What a saved model brings back although the code that builds it does not know of it."""
+"""Let a saved model keep the policies of layers that a class's own code creates.
+
+Keras rebuilds a Functional or Sequential model from the configs of its layers, which hold their
+policies. The layers that a block creates in `__init__` or `build` are in no config: the block's
+code creates them again, under the global policy. So the config of a converted block holds the
+policies of all layers inside it. A block that is made from its config gives them to these layers as
+soon as they exist, before it is called.
+"""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from kmp._keras import forget_functions, give_policy, layers_of, parts_of
-from kmp.models.quantized import quantization_of, quantize_like
-from kmp.precision.policy import Policy, get_policy
+from kmp._keras import layers_of, parts_of
+from kmp._keras.building import casting_inputs
+from kmp.models.older_files import in_float32, is_flat_list, restore_flat_list
+from kmp.models.policy_tree import restore, restore_int8, saved_tree
+from kmp.models.quantized import quantization_of
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 
 def remember_policies(model: keras.Model) -> None:
-    """Let `model` save the policies of its layers, if its own config would lose some.
+    """Let `model` save the policies and the quantization of its layers, if its config loses some.
 
-    And their quantization. Keras rebuilds Functional and Sequential models from their layers'
-    configs, which have both. Layers that are created by a class's own code are created anew by it,
-    under the global policy.
+    Each layer whose code creates layers saves those of all layers inside it. The model saves all of
+    them once more, because Keras saves no policy of a Functional model.
     """
-    created = any(_creates_layers(layer) for layer in layers_of(model))
-    if created and not isinstance(model, RemembersPolicies):
-        kind: Any = type(model)
-        model.__class__ = _remembering(kind)
-
-
-def _name(policy: keras.DTypePolicy) -> str | None:
-    """What `get_policy` makes the policy of; None for what the model's class has to restore."""
-    plain = (
-        isinstance(policy, (Policy, keras.FloatDTypePolicy)) or type(policy) is keras.DTypePolicy
-    )
-    return str(get_policy(policy)) if plain else None
+    creators = [layer for layer in layers_of(model) if _creates_layers(layer)]
+    for layer in [model, *creators] if creators else []:
+        if not isinstance(layer, RemembersPolicies):
+            _let_remember(layer)
 
 
 def _creates_layers(layer: keras.Layer) -> bool:
     """Whether a class's own code makes layers, whose policies or quantization its config loses."""
-    if isinstance(layer, _ATTENTION):  # which gives its own policy to its projections
-        return any(map(quantization_of, parts_of(layer)))
     kerass_own = type(layer).__module__.partition(".")[0] == "keras"
+    if kerass_own and isinstance(layer, _ATTENTION):  # its projections get its own policy
+        return any(map(quantization_of, parts_of(layer)))
     return not kerass_own and bool(parts_of(layer))
 
 
@@ -45,66 +46,98 @@ def _creates_layers(layer: keras.Layer) -> bool:
 def _remembering(cls: Any) -> Any:
     made = type(cls.__name__, (RemembersPolicies, cls), {"__module__": cls.__module__})
     made.__doc__, made.__qualname__ = cls.__doc__, cls.__qualname__
-    # One name for all of them: whichever comes to load a file does it in the same way.
-    return keras.saving.register_keras_serializable(package="kmp", name="MixedPrecision")(made)
+    # All of them have one name in files, and that name stands for the mixin when a file is loaded.
+    for each in (made, RemembersPolicies):
+        keras.saving.register_keras_serializable(package="kmp", name="MixedPrecision")(each)
+    return made
+
+
+def _original(cls: Any) -> Any:
+    """The class that `_remembering` has made `cls` of."""
+    return cls.__mro__[2]
+
+
+def _let_remember(layer: Any) -> None:
+    kind: Any = type(layer)
+    layer.__class__ = _remembering(kind)
 
 
 @keras.saving.register_keras_serializable(package="kmp", name="MixedPrecision")
 class RemembersPolicies:
-    """Mixed into the class of a converted model: its config holds the model's and the policies."""
+    """Mixed into the class of a converted block or model whose own code creates its layers.
 
-    _policies_to_restore: list[str | None] | None = None
-    _quantization_to_restore: dict[str, Any]
+    Its config holds the layer's config, and the policies of the layer and of all layers inside it.
+    """
+
+    _restore: Callable[[], None] | None = None  # what is left to do when the layer is built
 
     def get_config(self) -> dict[str, Any]:
-        """The config of the model as its class writes it, and each layer's policy in order."""
+        """The config of the layer as its class writes it, with the policies."""
         remembering: Any = type(self)
-        layers: list[Any] = layers_of(self)
         try:
-            self.__class__ = remembering.__mro__[2]
-            model = keras.saving.serialize_keras_object(self)
+            self.__class__ = _original(remembering)
+            layer = keras.saving.serialize_keras_object(self)
         finally:
             self.__class__ = remembering
-        model = {k: v for k, v in model.items() if k not in ("build_config", "compile_config")}
-        quantization = {str(i): quantization_of(layer) for i, layer in enumerate(layers)}
-        return {
-            "model": model,
-            "policies": [_name(layer.dtype_policy) for layer in layers],
-            "quantization": {i: each for i, each in quantization.items() if each},
-        }
+        layer = {k: v for k, v in layer.items() if k not in ("build_config", "compile_config")}
+        return {"layer": layer, "policies": saved_tree(self)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Make the model as its class does; the policies follow once all its layers are there."""
-        model = keras.saving.deserialize_keras_object(config["model"], custom_objects)
-        kind: Any = type(model)
-        model.__class__ = _remembering(kind)
-        model._policies_to_restore = config["policies"]
-        model._quantization_to_restore = config.get("quantization", {})
-        if model.built:
-            model._restore_policies()
-        return model
+        """Make the layer as its class does, and restore the policies of the layers it has then."""
+        if is_flat_list(config):
+            return _from_flat_list(config, custom_objects)
+        if set(config) != {"layer", "policies"}:  # clone_model passes the original class's config
+            return _original(cls).from_config(config)
+        layer = _made(cls, config["layer"], custom_objects)
+        _let_remember(layer)
+        layer._restore = functools.partial(_restore_tree, layer, config["policies"])
+        layer._restore()
+        if layer.built:
+            layer._restore = None
+        return layer
+
+    def __reduce__(self) -> Any:
+        """As its class pickles it, under the name of that class: a pickle has to find it again."""
+        reduced: Any = super().__reduce__()
+        return (getattr(_original(type(self)), reduced[0].__name__), *reduced[1:])
 
     def build_from_config(self, config: dict[str, Any]) -> None:
-        """Build the model as its class does, then give its layers their policies."""
-        super().build_from_config(config)  # type: ignore[misc]
-        self._restore_policies()
+        """Build the layer as its class does, then restore what the layers of `build` had."""
+        with casting_inputs(self):
+            super().build_from_config(config)  # type: ignore[misc]
+        self.built = True  # Keras sets it too, but only after this method
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
-    def _restore_policies(self) -> None:
-        layers, policies = layers_of(self), self._policies_to_restore
-        if policies is None:
-            return
-        if len(layers) != len(policies):
-            raise ValueError(
-                f"The file holds the policies of {len(policies)} layers; the class "
-                f"{type(self).__name__!r} now creates {len(layers)}. Load the file with the code "
-                "that it was saved with, or load the weights alone and convert again with "
-                "kmp.to_mixed_precision."
-            )
-        for layer, policy in zip(layers, policies, strict=True):
-            if policy is not None:
-                give_policy(layer, get_policy(policy))
-        for i, quantization in self._quantization_to_restore.items():
-            quantize_like(layers[int(i)], quantization)
-        self._policies_to_restore = None
-        forget_functions(self)
+
+def _restore_tree(layer: Any, saved: dict[str, Any]) -> None:
+    restore(layer, saved)
+    restore_int8(layer, saved)
+
+
+def _made(cls: Any, config: dict[str, Any], custom_objects: Any = None) -> Any:
+    """The layer that a config describes, by the class that it names or that `cls` is made of."""
+    if cls is not RemembersPolicies:  # a clone: its class is known, and need not be registered
+        return _original(cls).from_config(config["config"])
+    try:
+        return keras.saving.deserialize_keras_object(config, custom_objects)
+    except TypeError as error:
+        # Keras would wrap a TypeError in a message of its own, about this mixin.
+        raise ValueError(str(error)) from error
+
+
+def _from_flat_list(config: dict[str, Any], custom_objects: Any) -> Any:
+    model = _made(RemembersPolicies, in_float32(config["model"]), custom_objects)
+    if not model.built:
+        _let_remember(model)
+        model._restore = functools.partial(_restore_flat_list, model, config)
+    else:
+        _restore_flat_list(model, config)
+    return model
+
+
+def _restore_flat_list(model: Any, config: dict[str, Any]) -> None:
+    restore_flat_list(model, config)
+    remember_policies(model)

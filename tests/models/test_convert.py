@@ -153,7 +153,7 @@ def test_a_file_whose_class_has_changed_is_refused(tmp_path, monkeypatch):
         self.more = layers.ReLU()
 
     monkeypatch.setattr(kinds.Subclassed, "__init__", one_layer_more)
-    with pytest.raises(ValueError, match=r"policies of 3 layers.*now creates 4"):
+    with pytest.raises(ValueError, match=r"policies of 2 layers in 'subclassed.*now creates 3"):
         keras.models.load_model(tmp_path / "model.keras")
 
 

@@ -97,6 +97,34 @@ def subclassed():
     return model
 
 
+@keras.saving.register_keras_serializable(package="saved_files")
+class Residual(layers.Layer):
+    """A block whose own code makes its layers."""
+
+    def __init__(self, blocks=0, **kwargs):
+        super().__init__(**kwargs)
+        self.blocks = blocks
+        self.inner = Residual(blocks - 1) if blocks else layers.Dense(6, "relu")
+
+    def build(self, input_shape):
+        self.inner.build(input_shape)
+
+    def call(self, inputs):
+        return inputs + self.inner(inputs)
+
+    def get_config(self):
+        return {**super().get_config(), "blocks": self.blocks}
+
+
+def residual():
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((6,))
+    x = Residual(1, name="blocks")(inputs)
+    model = keras.Model(inputs, layers.Dense(2, name="head")(x))
+    model.compile(keras.optimizers.Adam(LEARNING_RATE), "mse")
+    return model
+
+
 def converted(model, policy):
     kmp.to_mixed_precision(model, policy)
     return model
@@ -116,6 +144,16 @@ def converted_subclassed_float16():
 
 def converted_subclassed_bfloat16():
     return converted(subclassed(), "p=f32,c=bf16,o=f32")
+
+
+def converted_blocks_float16():
+    """Its file has one list of policies, of all layers of the model."""
+    return converted(residual(), "mixed_float16")
+
+
+def converted_blocks_bfloat16():
+    """Its file has the policies of each block's layers with the block."""
+    return converted(residual(), "p=f32,c=bf16,o=f32")
 
 
 def quantize_aware():
@@ -147,6 +185,8 @@ MODELS = {
         converted_bfloat16,
         converted_subclassed_float16,
         converted_subclassed_bfloat16,
+        converted_blocks_float16,
+        converted_blocks_bfloat16,
         quantize_aware,
         subclassed_quantize_aware,
     )

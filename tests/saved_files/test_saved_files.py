@@ -54,12 +54,15 @@ def test_no_file_is_missing():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_model_comes_back(name):
+def test_a_model_comes_back(name, tmp_path):
     model = keras.models.load_model(FOLDER / f"{name}.keras")
+    model.save(tmp_path / "again.keras")
+    again = keras.models.load_model(tmp_path / "again.keras")
     with np.load(FOLDER / f"{name}.npz") as saved:
-        assert models.policies(model) == saved["policies"].tolist()
-        check_state(model, saved)
-        check_predictions(name, model, saved["predictions"])
+        for each in (model, again):
+            assert models.policies(each) == saved["policies"].tolist()
+            check_state(each, saved)
+            check_predictions(name, each, saved["predictions"])
     made = models.MODELS[name.removesuffix("_int8")]()
     assert settings(model) == settings(made)
 
