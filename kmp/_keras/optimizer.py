@@ -94,6 +94,17 @@ def steps_of(optimizer: Any) -> Variable:
     return optimizer._iterations
 
 
+def replace_learning_rate(optimizer: Any, rate: Any) -> Any:
+    """`_learning_rate`: set the variable or schedule of the rate, and return the one before.
+
+    Keras's setter takes a schedule's place for none but another schedule, and would forget the
+    variable of a plain number; `setattr` would list that variable twice.
+    """
+    before = vars(optimizer)["_learning_rate"]
+    vars(optimizer)["_learning_rate"] = rate
+    return before
+
+
 def row_of(optimizer: Any, variable: Variable) -> int:
     """`_var_key`, `_trainable_variables_indices`: a variable's place; -1 if it is unknown.
 

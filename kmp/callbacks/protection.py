@@ -253,8 +253,7 @@ class _Guard:
             vars(model)["train_step"] = step  # PyTorch's function calls it by this name
         else:
             step = protected_step(model, self._train_step, functions.tracker)
-            vars(model)["train_step"] = step
-            model.train_function = None
+            vars(model)["train_step"], model.train_function = step, None
             self._make()
             model.train_function = _ended_by_errors(model, model.train_function)
             if ONCE not in variants:

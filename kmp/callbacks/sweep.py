@@ -9,6 +9,7 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.random_states import RandomStates
 from kmp._backend.types import Tensor
+from kmp._keras.optimizer import inner_optimizer_of, replace_learning_rate, steps_of
 from kmp.callbacks.range_test import learning_rate
 
 
@@ -45,17 +46,14 @@ class SweptModel:
         variables = [*model.variables, *model.metrics_variables, *optimizer.variables]
         self._values = [(v, _backend.to_host(v)) for v in unique(variables)]
         self._random_states = RandomStates()
-        self._inner = getattr(optimizer, "inner_optimizer", optimizer)
-        applied = int(ops.convert_to_numpy(self._inner._iterations))
+        self._inner = inner_optimizer_of(optimizer)
+        applied = int(ops.convert_to_numpy(steps_of(self._inner)))
         self.sweep = Sweep(min_lr, max_lr, steps, applied)
-        # Through __dict__: Keras's setter takes a schedule's place for none but another schedule,
-        # and would forget the variable of a plain number.
-        self._learning_rate = self._inner.__dict__["_learning_rate"]
-        self._inner.__dict__["_learning_rate"] = self.sweep
+        self._learning_rate = replace_learning_rate(self._inner, self.sweep)
 
     def restore(self) -> None:
         """Put everything back."""
-        self._inner.__dict__["_learning_rate"] = self._learning_rate
+        replace_learning_rate(self._inner, self._learning_rate)
         for variable, value in self._values:
             _backend.from_host(variable, value)
         self._random_states.restore()
