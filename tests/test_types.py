@@ -38,7 +38,7 @@ def errors(tmp_path, monkeypatch):
     def check(source):
         file = tmp_path / "program.py"
         file.write_text(source)
-        settings = ["--config-file", str(ROOT / "setup.cfg"), "--cache-dir", str(ROOT / ".mypy_cache")]
+        settings = [f"--config-file={ROOT}/setup.cfg", f"--cache-dir={ROOT}/.mypy_cache"]
         found, complaints, _ = api.run([*settings, str(file)])
         assert not complaints, complaints
         return [line for line in found.splitlines() if "program.py" in line and "error" in line]

@@ -1,13 +1,13 @@
-"""The optimizer's state in files.
+"""The optimizer's state in files, and in the terms of `torch.amp.GradScaler`.
 
 kmp stores its own variables by name, and a description of the rule and of the inner optimizer. The
 inner optimizer's variables are left to Keras, which stores them beside. A file is checked as a
 whole before anything is written, so that a wrong one leaves the live state as it was.
 """
 
+import dataclasses
 import functools
 import json
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from kmp._backend.types import Variable
+from kmp._common import number, scale_number, warn, whole_number
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _INNER_SIZES = "inner_sizes"
@@ -25,6 +26,13 @@ _UNBUILT = ("iteration", "learning_rate")  # what an optimizer has before it is 
 # The others are of measuring, or dropping whole windows: that may have been switched on since.
 _REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
 _COUNTERS = ("iteration", "step_counter", "skipped_steps", "consecutive_skips")
+_GRAD_SCALER_KEYS = (
+    "scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "_growth_tracker",
+)
 
 
 def save_own_variables(optimizer: Any, store: Any) -> None:
@@ -50,7 +58,7 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
     keys = set(store.keys())
     if not keys or not optimizer.built:
         reason = "the file holds none" if not keys else "the optimizer is not built yet"
-        warnings.warn(f"The state of {optimizer.name!r} is not loaded: {reason}.", stacklevel=2)
+        warn(f"The state of {optimizer.name!r} is not loaded: {reason}.")
         return
     own = {v.name: v for v in optimizer.own_variables}
     inner = optimizer.inner_optimizer.variables
@@ -183,10 +191,9 @@ def _load_before_first_step(optimizer: Any, store: Mapping[str, Any], sizes: lis
     if not complete and (len(sizes) > len(_UNBUILT) or set(sizes) != {1}):
         raise _mismatch(optimizer, f"{len(sizes)} variables of other sizes", len(inner.variables))
     if not complete and (int(optimizer.steps.numpy()) or int(inner.iterations.numpy())):
-        warnings.warn(
+        warn(
             f"The state of {optimizer.name!r} is not loaded, and stays as it is: the file was "
-            "saved before the optimizer's first step.",
-            stacklevel=3,
+            "saved before the optimizer's first step."
         )
         return
     if optimizer.built:
@@ -225,3 +232,50 @@ def _load_unbuilt(inner: Any, store: Mapping[str, Any]) -> None:
     for i, variable in enumerate(inner.variables[: len(store.keys())]):
         if variable.name in _UNBUILT:
             variable.assign(store[str(i)])
+
+
+def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
+    """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` gives it."""
+    rule = optimizer.loss_scale
+    return {
+        "scale": float(optimizer.scale_variable.numpy()),
+        "growth_factor": getattr(rule, "growth_factor", 1.0),
+        "backoff_factor": getattr(rule, "backoff_factor", 1.0),
+        "growth_interval": getattr(rule, "growth_interval", 2**31 - 1),
+        "_growth_tracker": _growth_tracker(optimizer),
+    }
+
+
+def load_grad_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Take over scale, counter and rule from a GradScaler's dictionary; see `grad_scaler_state`."""
+    if not isinstance(state, Mapping) or set(state) != set(_GRAD_SCALER_KEYS):
+        raise ValueError(
+            f"`state` must be a dictionary with the keys {_GRAD_SCALER_KEYS}, as "
+            "torch.amp.GradScaler.state_dict() returns it. Received: "
+            f"{sorted(state) if isinstance(state, Mapping) else type(state).__name__}."
+        )
+    if not isinstance(optimizer.loss_scale, DynamicLossScale) or not optimizer.built:
+        raise ValueError(
+            "A GradScaler's state goes into a built optimizer with a dynamic loss scale. Received: "
+            f"built={optimizer.built}, loss_scale={optimizer.loss_scale}. Write "
+            'kmp.scaled(..., loss_scale="dynamic") and optimizer.build(model.trainable_variables).'
+        )
+    scale = scale_number("scale", state["scale"], "the GradScaler state")
+    tracker = number("_growth_tracker", state["_growth_tracker"], "the GradScaler state")
+    tracker = whole_number("_growth_tracker + 1", tracker + 1, "the GradScaler state") - 1
+    optimizer.loss_scale = dataclasses.replace(
+        optimizer.loss_scale,
+        growth_factor=state["growth_factor"],
+        backoff_factor=state["backoff_factor"],
+        growth_interval=state["growth_interval"],
+        min_scale=min(optimizer.loss_scale.min_scale, scale),
+        max_scale=max(optimizer.loss_scale.max_scale, scale),
+    )
+    optimizer.scale_variable.assign(scale)
+    optimizer.step_counter.assign(tracker)
+
+
+def _growth_tracker(optimizer: Any) -> int:
+    """Finite steps in a row; AmaxLossScale counts others."""
+    is_dynamic = type(optimizer.loss_scale) is DynamicLossScale
+    return int(optimizer.step_counter.numpy()) if is_dynamic else 0

@@ -14,7 +14,7 @@ from kmp._common import checked_choice
 from kmp._keras import optimizer as keras_optimizer
 from kmp.health.report import GradientReport, read_report
 from kmp.precision.trees import all_finite
-from kmp.scaling import arguments, checkpoint, grad_scaler
+from kmp.scaling import arguments, checkpoint
 from kmp.scaling.inner import ON_OVERFLOW, DroppedWindow, WrapsInner
 from kmp.scaling.rules import NoOpLossScale, ScaleState, StaticLossScale
 from kmp.scaling.step import Counters, ScaledStep, plan_for
@@ -64,7 +64,7 @@ class LossScaleOptimizer(WrapsInner):
         ValueError: if the inner optimizer scales the loss itself, or an argument is out of range.
 
     Warns:
-        UserWarning: if the first step applies gradients and nothing has asked for the scale before.
+        kmp.PrecisionWarning: if the first step applies gradients and nothing has asked for the scale before.
 
     Example:
 
@@ -271,7 +271,7 @@ class LossScaleOptimizer(WrapsInner):
 
     def state(self) -> dict[str, Any]:
         """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` does."""
-        return grad_scaler.grad_scaler_state(self)
+        return checkpoint.grad_scaler_state(self)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a GradScaler's `state_dict()`, before training: its rule is compiled in.
@@ -279,7 +279,7 @@ class LossScaleOptimizer(WrapsInner):
         Raises:
             ValueError: if it is not a GradScaler's, or the optimizer is not built or not dynamic.
         """
-        grad_scaler.load_grad_scaler_state(self, state)
+        checkpoint.load_grad_scaler_state(self, state)
 
     def get_config(self) -> dict[str, Any]:
         return {
