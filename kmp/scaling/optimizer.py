@@ -64,7 +64,8 @@ class LossScaleOptimizer(WrapsInner):
         ValueError: if the inner optimizer scales the loss itself, or an argument is out of range.
 
     Warns:
-        kmp.PrecisionWarning: if the first step applies gradients and nothing has asked for the scale before.
+        kmp.PrecisionWarning: if the first step applies gradients and nothing has asked for the
+            scale before.
 
     Example:
 
