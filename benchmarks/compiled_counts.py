@@ -34,7 +34,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import MODELS
 
 import kmp
-from kmp._backend import jax as side
 from kmp.cli.doctor import version_of
 
 # What XLA's compiler needs to know of the device; NVIDIA's public figures.
@@ -91,7 +90,6 @@ def compiled(target: str, name: str, policy: str, variant: str, inner: str, accu
     Returns:
         `(compiled, number of parameters)`.
     """
-    side.platform = lambda: "tpu" if target == "tpu" else "gpu"  # what XLA will compile for
     keras.config.set_dtype_policy(policy)
     model, *data = MODELS[name]()
     settings = {"gradient_accumulation_steps": accumulate} if accumulate > 1 else {}
