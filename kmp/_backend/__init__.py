@@ -29,6 +29,7 @@ END_OF_DATA = _backend.END_OF_DATA
 SEES_LOSS = _backend.SEES_LOSS
 after = _backend.after
 all_reduce_sum = _backend.all_reduce_sum
+are_dense = _backend.are_dense
 are_finite = _backend.are_finite
 around_train_step = _backend.around_train_step
 compiled = _backend.compiled

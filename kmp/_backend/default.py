@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -140,8 +141,20 @@ def are_finite(tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
     return ops.concatenate([ops.reshape(x, (-1,)) for x in flags])
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return `x`, in float32 if it was half precision or a Python number."""
+    if not hasattr(x, "dtype"):
+        return ops.convert_to_tensor(x, "float32")
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    return x if dtype in ("float32", "float64") else ops.cast(x, "float32")
+
+
 def multiply(gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
-    return [ops.multiply(x, factor) for x in gradients]
+    return [ops.multiply(at_least_float32(x), factor) for x in gradients]
+
+
+def are_dense(gradients: Sequence[Gradient]) -> list[bool]:
+    return [True] * len(gradients)
 
 
 def read(model: Any, variables: list[Variable]) -> list[Tensor]:

@@ -73,7 +73,10 @@ class Backend(Protocol):
         """Apply an elementwise function to the numbers of a gradient; sparse stays sparse."""
 
     def multiply(self, gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
-        """Each gradient, of float32 or wider, times a scalar."""
+        """Each gradient, cast to at least float32, times a scalar."""
+
+    def are_dense(self, gradients: Sequence[Gradient]) -> list[bool]:
+        """Whether each gradient is a tensor, and no `tf.IndexedSlices`."""
 
     def are_finite(self, tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
         """Whether all numbers of each tensor, or of each of its rows, are finite.

@@ -105,12 +105,13 @@ def replace_learning_rate(optimizer: Any, rate: Any) -> Any:
     return before
 
 
-def row_of(optimizer: Any, variable: Variable) -> int:
-    """`_var_key`, `_trainable_variables_indices`: a variable's place; -1 if it is unknown.
+def rows_of(optimizer: Any, variables: Sequence[Variable]) -> list[int]:
+    """`_var_key`, `_trainable_variables_indices`: the places of variables; -1 of an unknown one.
 
     Keras's key knows a `tf.Variable` of MirroredStrategy by its container.
     """
-    return optimizer._trainable_variables_indices.get(optimizer._var_key(variable), -1)
+    places = optimizer._trainable_variables_indices
+    return [places.get(optimizer._var_key(v), -1) for v in variables]
 
 
 def accumulators_of(optimizer: Any) -> list[Variable]:

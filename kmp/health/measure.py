@@ -12,7 +12,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Tensor
-from kmp.health.reduce import Columns, Part, in_rows, reduce_parts
+from kmp.health.reduce import Columns, Part, in_rows, reduce_parts, values_of
 
 # Levels of the last measured step first, then what is counted in every step. Levels are in true
 # units (after division by the loss scale) and over finite values, so that one inf hides nothing.
@@ -43,7 +43,7 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
 
     Example:
 
-    >>> from kmp.health.reduce import gather
+    >>> from kmp.health.reduce import gather, values_of
     >>> parts = gather([ops.array([3.0, 0.0, -4.0, 0.0])], [4])
     >>> [float(x) for x in measure(parts, [4])[0]]
     [5.0, 4.0, 0.5, 0.0]
@@ -80,7 +80,7 @@ def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False
         return ops.zeros((number,), "float32")
     if not _backend.inside_xla():
         order = [i for part in parts for i in part.members]
-        values = [_backend.gradient_rows(part.values) for part in parts]
+        values = [values_of(part) for part in parts]
         finite = _backend.are_finite(values, [part.stacked for part in parts])
         return in_rows(ops.cast(ops.logical_not(finite), "float32"), order, number)
 

@@ -27,12 +27,19 @@ class Part(NamedTuple):
         members: the rows of the variables that they belong to.
         stacked: whether they are small ones.
         kind: what `gather` was told of them.
+        is_dense: whether `values` is a tensor, and no `tf.IndexedSlices`.
     """
 
     values: Gradient
     members: tuple[int, ...]
     stacked: bool
     kind: Hashable = None
+    is_dense: bool = True
+
+
+def values_of(part: Part) -> Tensor:
+    """The numbers of a part; rows of a sparse gradient that share an index are summed."""
+    return part.values if part.is_dense else _backend.gradient_rows(part.values)
 
 
 def gather(
@@ -55,14 +62,15 @@ def gather(
     small: dict[Any, list[int]] = {}
     parts, large = [], []
     kinds, alone = kinds or [None] * len(sizes), alone or [False] * len(sizes)
+    dense = _backend.are_dense(gradients)
     for i, (x, size, kind) in enumerate(zip(gradients, sizes, kinds, strict=True)):
         if x is None or size == 0:
             continue
         # How many rows a sparse one has is known at run time.
-        if size <= SMALL and not alone[i] and _backend.gradient_values(x) is x:
+        if size <= SMALL and not alone[i] and dense[i]:
             small.setdefault((size, str(x.dtype), kind), []).append(i)
         else:
-            large.append(Part(x, (i,), False, kind))
+            large.append(Part(x, (i,), False, kind, dense[i]))
     for (size, _, kind), everyone in small.items():
         for members in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
             rows = [ops.reshape(gradients[i], (size,)) for i in members]
@@ -119,7 +127,7 @@ def _group(part: Part, together: bool) -> tuple:
     """What a part goes together with: all that have the same."""
     if part.stacked and not together:
         return ("rows", str(part.values.dtype), part.values.shape[1])
-    if part.stacked or not together or _backend.gradient_values(part.values) is not part.values:
+    if part.stacked or not together or not part.is_dense:
         return ("alone", part.members)
     shape, dtype = tuple(part.values.shape), str(part.values.dtype)
     # Those of convolutions come in layouts of their own, which a stack would have to undo.
@@ -128,7 +136,7 @@ def _group(part: Part, together: bool) -> tuple:
 
 def _reduced(kind: str, look: Callable[[Tensor], Columns], parts: Sequence[Part]) -> Columns:
     """The columns of gradients that go together, a number for each of them."""
-    values = [_backend.gradient_rows(part.values) for part in parts]
+    values = [values_of(part) for part in parts]
     if kind == "channels":
         vectors = [_backend.reduce_columns(look(x), tuple(range(len(x.shape) - 1))) for x in values]
         return _backend.reduce_columns(

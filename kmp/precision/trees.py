@@ -9,6 +9,7 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
+from kmp._backend.default import at_least_float32 as at_least_float32
 from kmp._backend.types import DType, Tensor, Tree
 from kmp._keras import with_mask_of
 
@@ -127,14 +128,6 @@ def is_complex(x: Any) -> bool:
     return hasattr(x, "dtype") and keras.backend.standardize_dtype(x.dtype).startswith("complex")
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """Return `x`, in float32 if it was half precision or a Python number."""
-    if not hasattr(x, "dtype"):
-        return ops.convert_to_tensor(x, "float32")
-    dtype = keras.backend.standardize_dtype(x.dtype)
-    return x if dtype in ("float32", "float64") else ops.cast(x, "float32")
-
-
 def all_finite(tree: Tree) -> Tensor:
     """Tell whether no number in a structure of tensors is inf or NaN.
 
@@ -238,8 +231,7 @@ def multiply(tree: Tree, factor: Tensor) -> Tree:
     leaves = keras.tree.flatten(tree)
     leaves = [ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x for x in leaves]
     places = [i for i, x in enumerate(leaves) if is_float(x)]
-    wide = [_backend.map_gradient_values(at_least_float32, leaves[i]) for i in places]
-    products = _backend.multiply(wide, factor)
+    products = _backend.multiply([leaves[i] for i in places], factor)
     for i, product in zip(places, products, strict=True):
         leaves[i] = product
     return keras.tree.pack_sequence_as(tree, leaves)

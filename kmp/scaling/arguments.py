@@ -1,6 +1,6 @@
 """What `kmp.LossScaleOptimizer` may be built from, and what its methods take."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -161,10 +161,10 @@ def refuse_complex(variables: Sequence[Variable]) -> None:
             )
 
 
-def refuse_unknown(variables: Sequence[Variable], known: Callable[[Variable], bool]) -> None:
-    """Raise ValueError for a variable that the optimizer was not built with."""
-    for variable in variables:
-        if not known(variable):
+def refuse_unknown(variables: Sequence[Variable], rows: Sequence[int]) -> None:
+    """Raise ValueError for a variable that the optimizer was not built with: its row is -1."""
+    for variable, row in zip(variables, rows, strict=True):
+        if row < 0:
             raise ValueError(
                 "`apply` takes the variables that the optimizer was built with. Received: "
                 f"{_name(variable)!r}, which is not one of them. Give each model an optimizer of "
@@ -194,8 +194,17 @@ def checked_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> li
     return [_checked(g, v) for g, v in zip(grads, variables, strict=True)]
 
 
+def _fits(gradient: Any, variable: Variable) -> bool:
+    """Whether a gradient is a tensor or array of floats in the shape of its variable."""
+    if not hasattr(gradient, "dtype") or gradient.shape != tuple(variable.shape):
+        return False
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(gradient.dtype))
+
+
 def _checked(gradient: Any, variable: Variable) -> Gradient:
-    if gradient is None or _backend.gradient_values(gradient) is not gradient:  # sparse
+    if gradient is None or _fits(gradient, variable):
+        return gradient
+    if not _backend.are_dense([gradient])[0]:
         return gradient
     dtype = keras.backend.standardize_dtype(variable.dtype)
     if not hasattr(gradient, "dtype"):

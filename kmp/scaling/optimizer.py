@@ -166,9 +166,8 @@ class LossScaleOptimizer(WrapsInner):
             self.window = DroppedWindow(self.inner_optimizer, self.add_counter)
         max_abs = getattr(self.loss_scale, "reads_max_abs", False)
         plan = plan_for(var_list, self.inner_optimizer, self.measure_gradients, max_abs)
-        row_of = functools.partial(keras_optimizer.row_of, self)
         self.scaled_step = ScaledStep(
-            self.inner_optimizer, var_list, row_of, plan, counters, self.telemetry, self.window
+            self.inner_optimizer, var_list, plan, counters, self.telemetry, self.window
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -202,12 +201,13 @@ class LossScaleOptimizer(WrapsInner):
         if not self.built:
             self.build(arguments.needed_to_build(trainable_variables))
         variables = list(trainable_variables or self.scaled_step.variables)
-        arguments.refuse_unknown(variables, lambda v: self.scaled_step.row_of(v) >= 0)
+        rows = keras_optimizer.rows_of(self, variables)
+        arguments.refuse_unknown(variables, rows)
         grads = arguments.checked_gradients(grads, variables)
         if self.divides_gradients and not (self.scale_was_read or self._warned_of_unscaled_loss):
             self._warned_of_unscaled_loss = True
             arguments.warn_of_unscaled_loss()
-        step = functools.partial(self.scaled_step.run, self.loss_scale, self.measures_details)
+        step = functools.partial(self.scaled_step.run, self.loss_scale, self.measures_details, rows)
         _backend.run_step(step, grads, variables)
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Tensor], loss: Tensor) -> Tensor:

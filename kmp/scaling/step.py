@@ -6,7 +6,7 @@ how its parts run, once or on several replicas, and says so by the argument `rep
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from keras import ops
@@ -65,7 +65,6 @@ class ScaledStep:
     Attributes:
         inner: the Keras optimizer that updates the variables.
         variables: those that it was built with.
-        row_of: the place of a variable among them.
         plan: what is measured.
         counters: loss scale and counters.
         telemetry: the measurements; None if nothing is measured.
@@ -74,7 +73,6 @@ class ScaledStep:
 
     inner: Any
     variables: Sequence[Variable]
-    row_of: Callable[[Variable], int]
     plan: MeasurePlan
     counters: Counters
     telemetry: Telemetry | None
@@ -84,6 +82,7 @@ class ScaledStep:
         self,
         rule: LossScale,
         measures_details: bool,
+        places: Sequence[int],
         replicas: Any,
         scaled: list[Gradient],
         variables: list[Variable],
@@ -93,14 +92,15 @@ class ScaledStep:
         Args:
             rule: how the loss scale moves.
             measures_details: whether weights, updates and exponents are measured when due.
+            places: the place of each of `variables` among those that the optimizer was built with.
             replicas: how the parts run, from `_backend.run_step`.
             scaled: gradients of the scaled loss, already summed over the replicas.
             variables: one for each of them.
         """
-        divide = functools.partial(self._divided, rule)
-        true = replicas.on_each(divide, scaled, variables)
-        rows = self._rows(replicas.local(scaled), variables)
-        seen = self._look(rule, rows, self._rows(replicas.local(true), variables))
+        kinds = [self.plan.kinds[place] for place in places]
+        true = replicas.on_each(functools.partial(self._divided, rule, kinds), scaled)
+        rows = self._rows(replicas.local(scaled), places)
+        seen = self._look(rule, rows, self._rows(replicas.local(true), places))
         if self.telemetry is not None and measures_details:
             seen = take_sample(self.plan, seen, self._parts(rows), self._weights())
         applies = seen.finite
@@ -128,10 +128,9 @@ class ScaledStep:
             self.telemetry.mark_loss(nonfinite)
 
     def _divided(
-        self, rule: LossScale, scaled: list[Gradient], variables: list[Variable]
+        self, rule: LossScale, kinds: Sequence[Kind], scaled: list[Gradient]
     ) -> list[Gradient]:
         """The true gradients: divided by the scale that the loss was multiplied with."""
-        kinds = [self.plan.kinds[self.row_of(v)] for v in variables]
         return _unscaled(rule, scaled, kinds, self.counters.state)
 
     def _look(self, rule: LossScale, scaled: list[Gradient], true: list[Gradient]) -> Look:
@@ -157,7 +156,9 @@ class ScaledStep:
         """The scaled gradients; stacked where XLA keeps a stack out of memory."""
         if _backend.inside_xla():
             return self.plan.gather(scaled)
-        return [Part(x, (i,), False) for i, x in enumerate(scaled) if x is not None]
+        dense = _backend.are_dense(scaled)
+        present = ((i, x) for i, x in enumerate(scaled) if x is not None)
+        return [Part(x, (i,), False, is_dense=dense[i]) for i, x in present]
 
     def _record(self, rule: LossScale, seen: Look, applied: Tensor) -> None:
         """Write the next scale, the counters and the measurements."""
@@ -183,11 +184,11 @@ class ScaledStep:
         if self.window is not None:
             self.window.record(seen.finite)
 
-    def _rows(self, gradients: list[Gradient], variables: list[Variable]) -> list[Gradient]:
+    def _rows(self, gradients: list[Gradient], places: Sequence[int]) -> list[Gradient]:
         """The gradient, or None, of each variable that the optimizer was built with."""
         rows: list[Gradient] = [None] * len(self.variables)
-        for gradient, variable in zip(gradients, variables, strict=True):
-            rows[self.row_of(variable)] = gradient
+        for gradient, place in zip(gradients, places, strict=True):
+            rows[place] = gradient
         return rows
 
     def _weights(self) -> list[Tensor]:

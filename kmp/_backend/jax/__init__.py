@@ -3,6 +3,7 @@
 from kmp._backend.default import (
     END_OF_DATA,
     all_reduce_sum,
+    are_dense,
     are_finite,
     fused_batch_norm,
     gradient_rows,
@@ -56,6 +57,7 @@ __all__ = [
     "SEES_LOSS",
     "after",
     "all_reduce_sum",
+    "are_dense",
     "are_finite",
     "around_train_step",
     "compiled",

@@ -72,14 +72,22 @@ def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> 
 
 
 def map_gradient_values(function: Callable[[Tensor], Tensor], gradient: Gradient) -> Gradient:
+    return _with_values(gradient, function(gradient_values(gradient)))
+
+
+def _with_values(gradient: Gradient, values: Tensor) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
-        values = function(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return function(gradient)
+    return values
 
 
 def multiply(gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
-    return [map_gradient_values(lambda x: ops.multiply(x, factor), g) for g in gradients]
+    products = default.multiply([gradient_values(x) for x in gradients], factor)
+    return [_with_values(x, product) for x, product in zip(gradients, products, strict=True)]
+
+
+def are_dense(gradients: Sequence[Gradient]) -> list[bool]:
+    return [not isinstance(x, tf.IndexedSlices) for x in gradients]
 
 
 def flags(

@@ -21,7 +21,8 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
 
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
     # On GPUs in a kernel for many.
-    tensors, factor = [ops.convert_to_tensor(x) for x in gradients], ops.convert_to_tensor(factor)
+    wide = (default.at_least_float32(x) for x in gradients)
+    tensors, factor = [ops.convert_to_tensor(x) for x in wide], ops.convert_to_tensor(factor)
     # torch.func's transformations, of which vmap gives gradients by example, know no foreach.
     if not tensors or torch._C._are_functorch_transforms_active():
         return [x * factor for x in tensors]
