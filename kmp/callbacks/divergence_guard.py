@@ -21,16 +21,15 @@ _DEAD_STEPS = 30  # skipped in a row: more than the scale takes from its ceiling
 
 
 class DivergenceGuard(keras.callbacks.Callback):
-    """Notices a loss that diverges, and warns, stops, or goes back to before it did.
+    """Notices when the loss diverges, and warns, stops training, or rolls the model back.
 
-    A skipped step needs no rescue. This is for the step that happened and should not have: finite
-    gradients of a bad batch, or a learning rate beyond what the model bears. Where it left weights
-    so far off that the loss is not finite any more, all later steps are skipped: 10 such losses in
-    a row are a reading that is not finite, and so are 30 skipped steps in a row whose losses are
-    finite, but whose gradients overflow at any scale.
+    A skipped step does no harm. This callback is for steps that were applied and should not have
+    been: a bad batch with finite gradients, or a learning rate that is too high. Such a step can
+    leave weights so large that every later step is skipped. That counts as divergence too: after 10
+    losses in a row that are not finite, or 30 skipped steps in a row with a finite loss.
 
-    At each `update_freq`-th training step it reads the losses of the steps since the last look, in
-    one transfer; their mean is one reading of `detector`. At a spike `action` says what happens:
+    Every `update_freq` training steps it reads the losses of the steps since its last look, in one
+    transfer. Their mean is one reading of `detector`. At a spike it does what `action` says:
 
     ```
     "warn"      a warning, once for each spike
@@ -40,15 +39,15 @@ class DivergenceGuard(keras.callbacks.Callback):
                 (never above what it is now); after max_rollbacks as "warn"
     ```
 
-    Batches that `fit` has consumed do not come back, so that the bad ones are behind. A snapshot is
-    a copy on the host, taken when the last reading was no outlier, and gone back to only if the
-    reading after it, which its weights produced, was none either. What has been counted (steps,
-    skipped steps) goes on counting, and a learning-rate schedule, whose step goes back with the
-    optimizer, cannot be lowered. The last `patience * update_freq` steps of `fit` are not judged.
-    Under `tf.distribute` readings mix the losses of the replicas.
+    After a rollback `fit` goes on with the next batch, so the bad batches do not come back. A
+    snapshot is a copy on the host. It is taken when the last reading was not an outlier, and used
+    only if the next reading, produced by its weights, was not an outlier either. A rollback does
+    not undo what has been counted (steps, skipped steps). A learning-rate schedule goes back with
+    the optimizer's step, and cannot be lowered. The last `patience * update_freq` steps of `fit`
+    are not judged. Under `tf.distribute` a reading mixes the losses of the replicas.
 
-    The epoch's `loss` is as with `kmp.callbacks.GradientHealth` the mean over the steps that
-    counted, with any optimizer of Keras that skips steps; with kmp's the logs gain `skipped_steps`.
+    While `fit` runs the model is protected, as `kmp.protect` does. With kmp's optimizer the logs
+    gain `skipped_steps`.
 
     Args:
         action: `"warn"`, `"stop"` or `"rollback"`.

@@ -28,7 +28,7 @@ class Snapshot(NamedTuple):
 def training_state(model: Any) -> list[Variable]:
     """The variables that a rollback restores: weights, statistics, seeds, optimizer state.
 
-    Not the loss scale, and not the optimizer's counters of what has happened: it has happened.
+    Excludes the loss scale and the optimizer's counters: a rollback does not undo history.
     """
     optimizer = model.optimizer
     state = [*model.trainable_variables, *model.non_trainable_variables]

@@ -85,17 +85,18 @@ def reduce_parts(
     number: int,
     together: bool,
 ) -> Tensor:
-    """Reduce what `look` sees of each gradient.
+    """Reduce each gradient to one row.
 
     Args:
-        look: elementwise; columns of the shape of its argument, 0 where that is 0.
-        join: from such columns, reduced and a number for each gradient, what is wanted of each.
+        look: maps a tensor to a tuple of tensors of the same shape; must map 0 to 0 (padding). The
+            second of them is reduced by its maximum, the others are summed.
+        join: maps the reduced tensors, `[n]` each, to the rows, `[n, ...]`.
         parts: from `gather`.
         number: of variables.
         together: whether large gradients of one shape go together too, as a stack.
 
     Returns:
-        [number, ...], of what `join` returns; that of zeros where there is no gradient.
+        `[number, ...]`: the rows that `join` returns, and zeros for a variable without a gradient.
     """
     groups: dict[Any, list[Part]] = {}
     for part in parts:
