@@ -124,7 +124,9 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
         mean = ops.reshape(self.moving_mean, along_channels)
         variance = ops.reshape(self.moving_variance, along_channels)
         factor = ops.rsqrt(variance + self.epsilon) * gamma
-        return ops.cast((at_least_float32(x) - mean) * factor + beta, dtype)
+        wide = at_least_float32(x)
+        mean, factor, beta = (ops.cast(each, wide.dtype) for each in (mean, factor, beta))
+        return ops.cast((wide - mean) * factor + beta, dtype)
 
     def compute_output_spec(self, inputs, *args, **kwargs):
         return keras.KerasTensor(inputs.shape, dtype=self._returned_dtype())

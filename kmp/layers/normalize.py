@@ -53,14 +53,16 @@ def normalize_by_batch(
     def forward(x, gamma, beta, *mask):
         wide = at_least_float32(x)
         found = moments(wide, _spread(mask, x), axis, synchronized)
+        gamma, beta = (ops.cast(each, wide.dtype) for each in (gamma, beta))
         factor = ops.rsqrt(found.variance + epsilon) * gamma
         return ops.cast((wide - found.mean) * factor + beta, dtype), *found
 
     def backward(inputs, kept, cotangents):
-        x, gamma, beta, *mask = inputs
+        x, gamma, _, *mask = inputs
         mean, variance, count = kept
         to_y, to_mean, to_variance, _ = cotangents
-        to_y, centred = at_least_float32(to_y), at_least_float32(x) - mean
+        to_y, centred = ops.cast(to_y, mean.dtype), at_least_float32(x) - mean
+        gamma = ops.cast(gamma, mean.dtype)
         inverse = ops.rsqrt(variance + epsilon)
         to_beta = _backend.sum_along(to_y, axis)
         to_gamma = _backend.sum_along(to_y * (centred * inverse), axis)
@@ -70,11 +72,8 @@ def normalize_by_batch(
         to_mean, to_variance = _over_replicas(synchronized, to_mean, to_variance)
         through = (to_mean + 2 * to_variance * centred) / ops.maximum(count, 1)
         to_x = to_y * (gamma * inverse) + _chosen(through, _spread(mask, x))
-        gradients = [
-            ops.cast(gradient, value.dtype)
-            for gradient, value in zip((to_x, to_gamma, to_beta), (x, gamma, beta), strict=True)
-        ]
-        return *gradients, *(None for _ in mask)
+        gradients = zip((to_x, to_gamma, to_beta), inputs[:3], strict=True)
+        return *(ops.cast(each, x.dtype) for each, x in gradients), *(None for _ in mask)
 
     def step_by_step():
         inputs = (x, gamma, beta) if mask is None else (x, gamma, beta, mask)

@@ -127,6 +127,24 @@ def test_a_constant_half_batch_has_no_variance(policy, value, rows, mode):
     assert (set(mean), set(variance), set(y.ravel())) == ({value}, {0}, {0})
 
 
+@pytest.mark.only("tensorflow", "torch")  # JAX has no float64 by default
+@pytest.mark.parametrize("training", [True, False])
+def test_float64_inputs(training, jit, pull_back):
+    """TensorFlow multiplies no float64 by a float32."""
+    random = np.random.default_rng(0)
+    x, cotangent = random.normal(2, 3, (64, 3)), random.normal(size=(64, 3))
+    results = []
+    for dtype in ("float64", "float32"):
+        layer = Float32BatchNormalization(dtype=dtype)
+        results.append(pull_back(layer, x.astype(dtype), cotangent, jit, training=training))
+        assert [v.dtype for v in layer.variables] == ["float32"] * 4
+    (wide, to_wide), (y, to_y) = results
+    assert wide.dtype == "float64"
+    np.testing.assert_allclose(wide, y, rtol=1e-5, atol=1e-5)
+    for one, other in zip(to_wide, to_y, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_variables_are_float32_and_in_the_order_of_keras(policy):
     layer = Float32BatchNormalization(dtype=policy)
