@@ -1,6 +1,5 @@
 """What `kmp.LossScaleOptimizer` may be built from, and what its methods take."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
-from kmp._common import is_number
+from kmp._common import is_number, warn
 from kmp.scaling import rules
 from kmp.scaling.rules import DynamicLossScale, LossScale, NoOpLossScale
 from kmp.scaling.telemetry import Telemetry
@@ -78,22 +77,20 @@ def warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> 
     """Warn if float16 is going to be trained without a scale: small gradients vanish silently."""
     where = _float16_in(variables)
     if where and isinstance(rule, NoOpLossScale):
-        warnings.warn(
+        warn(
             f"float16 without loss scaling ({where}): gradients below 6e-8 become zero. Write "
-            'loss_scale="dynamic", or train in bfloat16, which needs no loss scaling.',
-            stacklevel=3,
+            'loss_scale="dynamic", or train in bfloat16, which needs no loss scaling.'
         )
 
 
 def warn_of_unscaled_loss() -> None:
     """Warn that gradients arrive although nothing has scaled their loss."""
-    warnings.warn(
+    warn(
         "Gradients are applied, but nothing has scaled their loss: they will be divided by a loss "
         "scale that they were not multiplied with, and the weights hardly move. In your "
         "train_step, write loss = self.optimizer.scale_loss(loss) before taking gradients; in a "
         "loop of your own in JAX, optimizer.stateless_scale_loss(optimizer_variables, loss). If "
-        'nothing needs scaling, as in bfloat16, write kmp.scaled(..., loss_scale="none").',
-        stacklevel=3,
+        'nothing needs scaling, as in bfloat16, write kmp.scaled(..., loss_scale="none").'
     )
 
 

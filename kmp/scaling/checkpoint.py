@@ -7,7 +7,6 @@ whole before anything is written, so that a wrong one leaves the live state as i
 
 import functools
 import json
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import keras
 import numpy as np
 
 from kmp._backend.types import Variable
+from kmp._common import warn
 from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
@@ -51,7 +51,7 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
     keys = set(store.keys())
     if not keys or not optimizer.built:
         reason = "the file holds none" if not keys else "the optimizer is not built yet"
-        warnings.warn(f"The state of {optimizer.name!r} is not loaded: {reason}.", stacklevel=2)
+        warn(f"The state of {optimizer.name!r} is not loaded: {reason}.")
         return
     own = {v.name: v for v in optimizer.own_variables}
     inner = optimizer.inner_optimizer.variables
@@ -189,10 +189,9 @@ def _load_before_first_step(optimizer: Any, store: Mapping[str, Any], sizes: lis
     if not complete and (len(sizes) > len(_UNBUILT) or set(sizes) != {1}):
         raise _mismatch(optimizer, f"{len(sizes)} variables of other sizes", len(inner.variables))
     if not complete and (int(optimizer.steps.numpy()) or int(inner.iterations.numpy())):
-        warnings.warn(
+        warn(
             f"The state of {optimizer.name!r} is not loaded, and stays as it is: the file was "
-            "saved before the optimizer's first step.",
-            stacklevel=3,
+            "saved before the optimizer's first step."
         )
         return
     if optimizer.built:
