@@ -97,9 +97,10 @@ class Run:
         if self.inner is not self.optimizer:
             scale = number(self.optimizer.dynamic_scale)
         with np.errstate(over="ignore", invalid="ignore"):
+            wide = [np.float64 if v.dtype == "float64" else np.float32 for v in self.variables]
             gradients = [
-                None if g is None else keras.ops.convert_to_tensor(np.float32(g) * scale)
-                for g in gradients
+                None if g is None else keras.ops.convert_to_tensor(dtype(g) * dtype(scale))
+                for g, dtype in zip(gradients, wide, strict=True)
             ]
         if self.mode != "jit":
             self._step(gradients)

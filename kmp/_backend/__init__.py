@@ -62,6 +62,7 @@ read = _backend.read
 reduce_columns = _backend.reduce_columns
 run_step = _backend.run_step
 settle = _backend.settle
+sum_along = _backend.sum_along
 to_host = _backend.to_host
 watch_gradient = _backend.watch_gradient
 without_functions = _backend.without_functions

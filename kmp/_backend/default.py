@@ -205,6 +205,10 @@ def fused_batch_norm(
     return otherwise()
 
 
+def sum_along(x: Tensor, axis: int) -> Tensor:
+    return ops.sum(x, [each for each in range(len(x.shape)) if each != axis], keepdims=True)
+
+
 def compiled_bytes(model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]) -> int | None:
     return None
 

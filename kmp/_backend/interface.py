@@ -222,6 +222,12 @@ class Backend(Protocol):
             harm.
         """
 
+    def sum_along(self, x: Tensor, axis: int) -> Tensor:
+        """The sum over all axes but `axis`, which stay with size 1.
+
+        Its error is some units in the last place, however many elements are summed.
+        """
+
     # ---- Host and device -----------------------------------------------------------------------
 
     def read(self, model: Any, variables: list[Variable]) -> list[Tensor]:

@@ -7,6 +7,7 @@ them; nothing leaves the device until somebody asks. `kmp.report` reads them on 
 
 from collections.abc import Sequence
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -50,9 +51,10 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
     """
 
     def look(values: Tensor) -> Columns:
-        values = ops.cast(values, "float32")
-        finite = ops.isfinite(values)
-        clean = ops.where(finite, values, 0.0)
+        if keras.backend.standardize_dtype(values.dtype) != "float64":
+            values = ops.cast(values, "float32")
+        finite = ops.isfinite(values)  # before a finite number may leave float32
+        clean = ops.cast(ops.where(finite, values, 0.0), "float32")
         nonzero, nonfinite = ops.not_equal(values, 0.0), ops.logical_not(finite)
         counted = (ops.cast(x, "int32") for x in (nonzero, nonfinite))
         return ops.square(clean), ops.abs(clean), *counted

@@ -49,33 +49,31 @@ def normalize_by_batch(
         The normalized `x`, and the moments in at least float32. Gradients of any order flow from
         both to `x`, to `gamma` and to `beta`.
     """
-    axes = [each for each in range(len(x.shape)) if each != axis]
 
     def forward(x, gamma, beta, *mask):
         wide = at_least_float32(x)
-        found = moments(wide, _spread(mask, x), axes, synchronized)
+        found = moments(wide, _spread(mask, x), axis, synchronized)
+        gamma, beta = (ops.cast(each, wide.dtype) for each in (gamma, beta))
         factor = ops.rsqrt(found.variance + epsilon) * gamma
         return ops.cast((wide - found.mean) * factor + beta, dtype), *found
 
     def backward(inputs, kept, cotangents):
-        x, gamma, beta, *mask = inputs
+        x, gamma, _, *mask = inputs
         mean, variance, count = kept
         to_y, to_mean, to_variance, _ = cotangents
-        to_y, centred = at_least_float32(to_y), at_least_float32(x) - mean
+        to_y, centred = ops.cast(to_y, mean.dtype), at_least_float32(x) - mean
+        gamma = ops.cast(gamma, mean.dtype)
         inverse = ops.rsqrt(variance + epsilon)
-        to_beta = ops.sum(to_y, axes, keepdims=True)
-        to_gamma = ops.sum(to_y * (centred * inverse), axes, keepdims=True)
+        to_beta = _backend.sum_along(to_y, axis)
+        to_gamma = _backend.sum_along(to_y * (centred * inverse), axis)
         # Through the moments each element reaches every output, those of other replicas too.
         to_mean = to_mean - gamma * inverse * to_beta
         to_variance = to_variance - 0.5 * gamma * ops.square(inverse) * to_gamma
         to_mean, to_variance = _over_replicas(synchronized, to_mean, to_variance)
         through = (to_mean + 2 * to_variance * centred) / ops.maximum(count, 1)
         to_x = to_y * (gamma * inverse) + _chosen(through, _spread(mask, x))
-        gradients = [
-            ops.cast(gradient, value.dtype)
-            for gradient, value in zip((to_x, to_gamma, to_beta), (x, gamma, beta), strict=True)
-        ]
-        return *gradients, *(None for _ in mask)
+        gradients = zip((to_x, to_gamma, to_beta), inputs[:3], strict=True)
+        return *(ops.cast(each, x.dtype) for each, x in gradients), *(None for _ in mask)
 
     def step_by_step():
         inputs = (x, gamma, beta) if mask is None else (x, gamma, beta, mask)
@@ -88,10 +86,8 @@ def normalize_by_batch(
     return y, Moments(*found)
 
 
-def moments(
-    x: Tensor, mask: Tensor | None, axes: Sequence[int], synchronized: bool = False
-) -> Moments:
-    """Mean, biased variance and number of the elements of `x` over `axes`.
+def moments(x: Tensor, mask: Tensor | None, axis: int, synchronized: bool = False) -> Moments:
+    """Mean, biased variance and number of the elements of `x` over all axes but `axis`.
 
     The first pass finds a shift near the mean; the second sums what is left, so that neither a
     large mean nor the rounding of the first sum reaches the variance.
@@ -99,18 +95,18 @@ def moments(
     Args:
         x: float32 or float64, of any shape.
         mask: bool of the shape of `x`, or None; False leaves an element out.
-        axes: the axes to reduce; they stay, with size 1.
+        axis: int, 0 or more: the axis that is not reduced. The others stay, with size 1.
         synchronized: whether to reduce over the replicas of a `tf.distribute` strategy as well.
 
     Returns:
         `Moments` of the dtype of `x`; mean and variance are 0 where the count is 0.
     """
-    total = ops.sum(_chosen(x, mask), axes, keepdims=True)
-    total, count = _over_replicas(synchronized, total, _count(x, mask, axes, total))
+    total = _backend.sum_along(_chosen(x, mask), axis)
+    total, count = _over_replicas(synchronized, total, _count(x, mask, axis, total))
     divisor = ops.maximum(count, 1)
     shift = ops.stop_gradient(total / divisor)
     rest = _chosen(x - shift, mask)
-    sums = (ops.sum(each, axes, keepdims=True) for each in (rest, ops.square(rest)))
+    sums = (_backend.sum_along(each, axis) for each in (rest, ops.square(rest)))
     first, second = (each / divisor for each in _over_replicas(synchronized, *sums))
     return Moments(shift + first, ops.maximum(second - ops.square(first), 0), count)
 
@@ -126,11 +122,12 @@ def _chosen(values: Tensor, mask: Tensor | None) -> Tensor:
     return values if mask is None else ops.where(mask, values, 0)
 
 
-def _count(x: Tensor, mask: Tensor | None, axes: Sequence[int], like: Tensor) -> Tensor:
-    """The number of elements over `axes`, of the shape of `like`."""
+def _count(x: Tensor, mask: Tensor | None, axis: int, like: Tensor) -> Tensor:
+    """The number of elements over all axes but `axis`, of the shape of `like`."""
     if mask is not None:
-        return ops.sum(ops.cast(mask, x.dtype), axes, keepdims=True)
-    number = ops.convert_to_tensor(math.prod(ops.shape(x)[axis] for axis in axes))
+        return _backend.sum_along(ops.cast(mask, x.dtype), axis)
+    sizes = ops.shape(x)
+    number = ops.convert_to_tensor(math.prod((*sizes[:axis], *sizes[axis + 1 :])))
     return ops.broadcast_to(ops.cast(number, x.dtype), ops.shape(like))
 
 

@@ -160,7 +160,7 @@ def max_abs(tree: Tree) -> Tensor:
             rows of `tf.IndexedSlices` that meet in one index are summed.
 
     Returns:
-        float32[], 0 for an empty structure.
+        float32[], 0 for an empty structure; inf for a float64 that float32 cannot hold.
 
     Example:
 
@@ -169,8 +169,9 @@ def max_abs(tree: Tree) -> Tensor:
     """
 
     def largest(x: Tensor) -> Tensor:
-        x = ops.cast(_backend.gradient_rows(x), "float32")
-        return ops.max(ops.where(ops.isfinite(x), ops.abs(x), 0.0), initial=0.0)
+        x = at_least_float32(_backend.gradient_rows(x))
+        clean = ops.where(ops.isfinite(x), ops.abs(x), 0.0)
+        return ops.max(ops.cast(clean, "float32"), initial=0.0)
 
     leaves = [largest(x) for x in keras.tree.flatten(tree) if x is not None and is_float(x)]
     return ops.max(ops.stack(leaves)) if leaves else ops.zeros((), "float32")

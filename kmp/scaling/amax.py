@@ -26,18 +26,22 @@ class AmaxLossScale(DynamicLossScale):
     ```
     finite:    scale = largest power of two with  max_abs * scale * 2**headroom_bits <= 65504
     overflow:  scale = max(scale / 16, 1), and it stays for 2000 finite steps
+    all zero:  scale = min(scale * 2, 2048); above that it doubles every 2000 steps
     ```
 
     So it begins at 1, at which nothing overflows, is right from the second step on, and follows the
     gradients within a step, up and down. The headroom is for the next batch, and for gradients
     inside the model, which may be larger than those of the variables; where it was too small, the
-    overflow shows it, and the scale is left alone for a while.
+    overflow shows it, and the scale is left alone for a while. Gradients that are all zero tell
+    nothing, unless they are too small for half precision: the scale rises to 2048, at which a
+    gradient of 1 keeps its headroom, and from there on slowly.
 
     Args:
         initial_scale: float in [`min_scale`, `max_scale`], the scale of the first step.
         growth_factor: float > 1, what the scale is multiplied with while all gradients are zero.
         backoff_factor: float in (0, 1), what it is multiplied with when it backs off.
-        growth_interval: int >= 1, finite steps after an overflow until the maximum counts again.
+        growth_interval: int >= 1, finite steps after an overflow until the maximum counts again;
+            steps of zeros after which a large scale grows.
         min_scale, max_scale, hysteresis: as in `DynamicLossScale`.
         headroom_bits: float in [0, 16), how far the largest gradient stays below 65504.
 
@@ -80,7 +84,7 @@ class AmaxLossScale(DynamicLossScale):
 
         Args:
             state: `ScaleState` before the step; its `finite_steps` are those still to go until the
-                maximum counts again.
+                maximum counts again or, below 0, the steps of zeros since a large scale grew.
             finite: bool[], whether every gradient of the step was finite.
             max_abs: float32[], the largest absolute value of all gradients, after division by the
                 scale.
@@ -102,18 +106,32 @@ class AmaxLossScale(DynamicLossScale):
         max_abs = ops.cast(max_abs, "float32")
         waiting = ops.greater(state.finite_steps, 0)
         overflows = ops.where(finite, ops.zeros_like(state.overflows), state.overflows + 1)
-        growth, backoff = (
-            ops.convert_to_tensor(x, "float32") for x in (self.growth_factor, self.backoff_factor)
-        )
-        chosen = ops.where(max_abs > 0, self._fitting(max_abs), scale * growth)
+        backoff = ops.convert_to_tensor(self.backoff_factor, "float32")
+        chosen, zeros = self._of_zeros(scale, state.finite_steps)
+        chosen = ops.where(max_abs > 0, self._fitting(max_abs), chosen)
+        left = ops.where(max_abs > 0, ops.zeros_like(zeros), zeros)
         backs_off = ops.greater_equal(overflows, self.hysteresis)
         after_overflow = ops.where(backs_off, scale * backoff, scale)
         scale = ops.where(finite, ops.where(waiting, scale, chosen), after_overflow)
-        left = ops.maximum(state.finite_steps - 1, 0)
+        left = ops.where(waiting, state.finite_steps - 1, left)
         return ScaleState(
             scale=ops.clip(scale, self.min_scale, self.max_scale),
             finite_steps=ops.where(finite, left, ops.full_like(left, self.growth_interval)),
             overflows=overflows,
+        )
+
+    def _of_zeros(self, scale: Tensor, finite_steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and `finite_steps` after a step whose gradients are all zero."""
+        grown = scale * ops.convert_to_tensor(self.growth_factor, "float32")
+        enough = self._fitting(ops.ones((), "float32"))
+        steps = ops.minimum(finite_steps, 0) - 1
+        grows = ops.less_equal(steps, -self.growth_interval)
+        slowly = ops.where(grows, grown, scale)
+        small = ops.less(scale, enough)
+        still = ops.logical_or(small, grows)
+        return (
+            ops.where(small, ops.minimum(grown, enough), slowly),
+            ops.where(still, ops.zeros_like(steps), steps),
         )
 
     def _fitting(self, max_abs: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> 
     if where and isinstance(rule, NoOpLossScale):
         warn(
             f"float16 without loss scaling ({where}): gradients below 6e-8 become zero. Write "
-            'loss_scale="dynamic", or train in bfloat16, which needs no loss scaling.',
+            'loss_scale="dynamic", or train in bfloat16, which needs no loss scaling.'
         )
 
 
@@ -90,7 +90,7 @@ def warn_of_unscaled_loss() -> None:
         "scale that they were not multiplied with, and the weights hardly move. In your "
         "train_step, write loss = self.optimizer.scale_loss(loss) before taking gradients; in a "
         "loop of your own in JAX, optimizer.stateless_scale_loss(optimizer_variables, loss). If "
-        'nothing needs scaling, as in bfloat16, write kmp.scaled(..., loss_scale="none").',
+        'nothing needs scaling, as in bfloat16, write kmp.scaled(..., loss_scale="none").'
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from kmp._backend.types import Variable
 from kmp._common import number, scale_number, warn, whole_number
+from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _INNER_SIZES = "inner_sizes"
@@ -108,7 +109,13 @@ def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
     missing = {*_REQUIRED, _INNER_SIZES} - set(store.keys())
     if missing:
         raise ValueError(f"The stored optimizer state is incomplete: {sorted(missing)} missing.")
-    negative = [name for name in _COUNTERS if np.any(np.asarray(store[name]) < 0)]
+    layout: dict[str, Any] = {}
+    if _LAYOUT in set(store.keys()):
+        layout = json.loads(bytes(np.asarray(store[_LAYOUT], "uint8")).decode())
+    # AmaxLossScale counts steps of zeros downwards.
+    signed = ("step_counter",) if layout.get("rule") == AmaxLossScale.__name__ else ()
+    unsigned = [name for name in _COUNTERS if name not in signed]
+    negative = [name for name in unsigned if np.any(np.asarray(store[name]) < 0)]
     if negative:
         raise ValueError(
             f"The stored optimizer state is damaged: a counter is negative. Received: {negative}. "
@@ -118,9 +125,8 @@ def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
     live = _sizes(optimizer.inner_optimizer.variables).tolist()
     if stored != live:
         raise _mismatch(optimizer, f"{len(stored)} variables of other sizes", len(live))
-    if _LAYOUT not in set(store.keys()):
-        return {}
-    layout = json.loads(bytes(np.asarray(store[_LAYOUT], "uint8")).decode())
+    if not layout:
+        return layout
     for stored_slot, live_slot in zip(layout["slots"], _slots(optimizer), strict=True):
         if stored_slot != live_slot:
             raise _mismatch(

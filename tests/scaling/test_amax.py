@@ -24,14 +24,19 @@ def follow(rule, steps, mode="eager"):
 def expected_scales(
     steps, headroom_bits=4, interval=2000, backoff=1 / 16, floor=1.0, ceiling=2.0**24
 ):
-    scale, wait, scales = 1.0, 0, []
+    scale, wait, zeros, scales = 1.0, 0, 0, []
+    enough = 2.0 ** (11 + 4 - headroom_bits)  # for a gradient of 1
     for largest in steps:
+        zeros = zeros + 1 if largest == 0 and not wait and scale >= enough else 0
         if largest is None:
             scale, wait = max(scale * backoff, floor), interval
         elif wait:
             wait -= 1
+        elif largest == 0 and scale < enough:
+            scale *= 2
         elif largest == 0:
-            scale = min(scale * 2, ceiling)
+            if zeros == interval:
+                scale, zeros = min(scale * 2, ceiling), 0
         else:
             scale = ceiling
             while scale > floor and largest * scale * 2**headroom_bits > 65504:
@@ -46,6 +51,7 @@ def test_random_traces_equal_plain_python(mode):
     steps = [np.float32(2.0**e) for e in random.uniform(-40, 20, 60)]
     for i in random.integers(0, 60, 12):
         steps[i] = random.choice([None, np.float32(0)])
+    steps[20:20] = [np.float32(0)] * 40
     rule = kmp.AmaxLossScale(headroom_bits=3, growth_interval=4)
     assert follow(rule, steps, mode) == expected_scales(steps, 3, 4)
     assert None in steps and 0 in steps
@@ -67,6 +73,23 @@ def test_the_bound_is_exact(largest, scale):
 
 def test_zero_gradients_let_it_grow_step_by_step():
     assert follow(kmp.AmaxLossScale(), [0.0, 0.0, 1.0]) == [2, 4, 2.0**11]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_many_zero_gradients_a_gradient_of_1_overflows_in_no_step(mode):
+    """A frozen or masked beginning: the scale stood at 2**24, and a 1 cost three skipped steps."""
+    assert follow(kmp.AmaxLossScale(), [0.0] * 30 + [1.0], mode)[10:] == [2.0**11] * 21
+
+
+def test_gradients_that_vanish_in_float16_are_found_in_the_end():
+    """The scale rises, slowly, for as long as everything is zero; one number ends that."""
+    rule = kmp.AmaxLossScale(initial_scale=2.0**12, growth_interval=3)
+    assert follow(rule, [0.0] * 6 + [1e-9, 0.0, 0.0, 0.0]) == [
+        *[2.0**12] * 2,
+        *[2.0**13] * 3,
+        2.0**14,
+        *[2.0**24] * 4,
+    ]
 
 
 def test_hysteresis_floor_and_ceiling():

@@ -325,6 +325,20 @@ def test_a_countdown_is_no_growth_tracker():
     assert amax.state()["_growth_tracker"] == 0
 
 
+def test_a_count_of_zeros_is_loaded():
+    """AmaxLossScale counts steps of zeros below 0; another rule begins anew."""
+    optimizer = kmp.scaled("sgd", kmp.AmaxLossScale(initial_scale=2.0**12))
+    optimizer.build(of_shapes((2,)))
+    optimizer.step_counter.assign(-3)
+    store = {}
+    optimizer.save_own_variables(store)
+    for rule, expected in ((kmp.AmaxLossScale(), -3), ("dynamic", 0)):
+        loaded = kmp.scaled("sgd", rule)
+        loaded.build(of_shapes((2,)))
+        loaded.load_own_variables(store)
+        assert int(ops.convert_to_numpy(loaded.step_counter)) == expected
+
+
 @pytest.mark.parametrize("damage", [{"step_counter": np.int32(-7)}, {"inner_sizes": None}])
 def test_damaged_state_is_refused_and_changes_nothing(damage):
     store = file_of(kmp.scaled("sgd"), of_shapes((2,)))

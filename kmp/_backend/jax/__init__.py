@@ -13,6 +13,7 @@ from kmp._backend.default import (
     map_gradient_values,
     multiply,
     preserved,
+    sum_along,
 )
 from kmp._backend.jax.core import (
     SEES_LOSS,
@@ -90,6 +91,7 @@ __all__ = [
     "reduce_columns",
     "run_step",
     "settle",
+    "sum_along",
     "to_host",
     "watch_gradient",
     "without_functions",

@@ -42,6 +42,7 @@ from kmp._backend.tensorflow.distribute import (
 from kmp._backend.tensorflow.layers import (
     custom_gradient,
     fused_batch_norm,
+    sum_along,
 )
 from kmp._backend.tensorflow.replay import (
     gradients,
@@ -90,6 +91,7 @@ __all__ = [
     "reduce_columns",
     "run_step",
     "settle",
+    "sum_along",
     "to_host",
     "watch_gradient",
     "without_functions",

@@ -23,6 +23,7 @@ from kmp._backend.default import (
     read,
     reduce_columns,
     settle,
+    sum_along,
     to_host,
     without_functions,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "reduce_columns",
     "run_step",
     "settle",
+    "sum_along",
     "to_host",
     "watch_gradient",
     "without_functions",
