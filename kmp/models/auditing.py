@@ -62,7 +62,8 @@ def audit(model: keras.Model) -> AuditReport:
 
     - `"unscaled float16"`: layers compute in float16, and the optimizer does not scale the loss;
     - `"float16 on a TPU"`: TPUs have no float16 matrix product;
-    - `"half weights"`: weights in bfloat16, which Keras's Adam does not move;
+    - `"half weights"`: weights in bfloat16 that Adam does not move, or in any half precision and so
+      large that the optimizer's steps are rounded away;
     - `"half statistics"`: moving averages in half precision that stall far from the true value;
     - `"half softmax"`: probabilities in half precision with a loss that takes their logarithm;
     - `"half loss"`, `"half metric"`: functions that Keras evaluates in the outputs' half precision;

@@ -22,6 +22,10 @@ _CORRECTION = {
     "Lamb": "divides by 0: weights stand still or become NaN",
 }
 
+# Optimizers whose steps are as long as the learning rate, or shorter.
+_STEPS_OF_THE_RATE = (*_CORRECTION, "Adamax", "Lion")
+_TOLERATED_STANDSTILL = 0.5  # share of the weights that no step moves, above which it is a finding
+
 
 def unscaled_float16(model: Any) -> Hazards:
     """float16 computation under an optimizer that does not scale the loss."""
@@ -52,22 +56,49 @@ def float16_on_a_tpu(model: Any) -> Hazards:
 
 
 def half_weights(model: Any) -> Hazards:
-    """Keras's optimizers compute in the dtype of the weights, in which beta_2 may be 1."""
+    """Half weights that the optimizer cannot move.
+
+    Keras's optimizers compute in the dtype of the weights: there beta_2 may be 1, and a step is
+    lost that is shorter than half a unit in the last place of its weight.
+    """
     outer = getattr(model, "optimizer", None)
     optimizer: Any = getattr(outer, "inner_optimizer", outer)
     name = type(optimizer).__name__
-    if name not in _CORRECTION or package_of(optimizer) != "keras":
+    if name not in _STEPS_OF_THE_RATE or package_of(optimizer) != "keras":
         return
     for dtype in HALF_DTYPES:
         half = [v for v in model.trainable_variables if v.dtype == dtype]
-        rounded = float(np.asarray(optimizer.beta_2, ml_dtypes.finfo(dtype).dtype))
-        if half and rounded == 1:
+        advice = f'Keep the weights in float32: build the model under "mixed_{dtype}".'
+        if half and name in _CORRECTION and _rounded(optimizer.beta_2, dtype) == 1:
             yield (
                 half[-1].path,
                 f"{len(half)} variables are in {dtype}, in which {name}'s beta_2="
                 f"{optimizer.beta_2:g} is 1: its bias correction {_CORRECTION[name]}.",
-                f'Keep the weights in float32: build the model under "mixed_{dtype}".',
+                advice,
             )
+        elif half and name != "Lamb":  # whose steps grow with the weights
+            rate = float(optimizer.learning_rate)
+            still = _share_that_stands_still(half, dtype, rate)
+            if still > _TOLERATED_STANDSTILL:
+                yield (
+                    half[-1].path,
+                    f"{len(half)} variables are in {dtype}, and {still:.0%} of their weights are "
+                    f"so large that a step of {name}, learning rate {rate:g}, is rounded away.",
+                    advice,
+                )
+
+
+def _rounded(number: float, dtype: str) -> float:
+    return float(np.asarray(number, ml_dtypes.finfo(dtype).dtype))
+
+
+def _share_that_stands_still(variables: list[Any], dtype: str, step: float) -> float:
+    """The share of weights that a step changes in neither direction."""
+    kind = ml_dtypes.finfo(dtype).dtype
+    weights = [np.ravel(v.numpy()).astype("float32") for v in variables]
+    before = np.concatenate(weights)
+    up, down = ((before + x).astype(kind).astype("float32") for x in (step, -step))
+    return float(np.mean((up == before) & (down == before)))
 
 
 def lost_on_reload(model: Any) -> Hazards:

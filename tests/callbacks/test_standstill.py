@@ -80,3 +80,21 @@ def test_sound_runs_are_not_stalled(name):
     arguments = {**SOUND[name]}
     verdict = watched_run(arguments.pop("optimizer")(), **arguments).verdict
     assert verdict.state == "HEALTHY", str(verdict)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_the_key_biases_of_attention_are_no_alarm(policy, recwarn):
+    """A softmax does not see them: their gradient is zero by mathematics, rounding errors aside."""
+    keras.config.set_dtype_policy(policy)
+    keras.utils.set_random_seed(0)
+    x = keras.Input((8, 16))
+    y, _ = keras.layers.MultiHeadAttention(2, 8)(x, x, return_attention_scores=True)
+    y = keras.layers.GlobalAveragePooling1D()(y)
+    model = keras.Model(x, keras.layers.Dense(1, dtype="float32")(y))
+    model.compile(kmp.scaled("adam"), "mse")
+    x = np.random.default_rng(0).normal(size=(64, 8, 16)).astype("float32")
+    watch = kmp.callbacks.GradientHealth(update_freq=1)
+    model.fit(
+        x, 0.1 * x.sum((1, 2))[:, None], epochs=2, batch_size=16, verbose=0, callbacks=[watch]
+    )
+    assert [str(w.message) for w in recwarn if issubclass(w.category, kmp.PrecisionWarning)] == []

@@ -121,6 +121,23 @@ def test_half_weights(optimizer):
     assert "4 variables are in bfloat16" in finding.problem
 
 
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["Lion", "Adam", "Adamax"])
+def test_half_weights_whose_steps_are_rounded_away(kind, policy):
+    """1 - 1e-4 is 1 in both; only the bias, which is 0, can move."""
+    keras.config.set_dtype_policy(policy)
+    optimizer = getattr(keras.optimizers, kind)(1e-4, **({"beta_2": 0.9} if kind == "Adam" else {}))
+    dense = layers.Dense(8, kernel_initializer="ones")
+    model = model_of(dense, loss="mse", optimizer=kmp.scaled(optimizer))
+    (finding,) = kmp.audit(model).of_kind("half weights")
+    assert "89% of their weights" in finding.problem and f"step of {kind}" in finding.problem
+    before = model.get_weights()
+    model.fit(np.ones((8, 8)), np.ones((8, 8)), epochs=2, verbose=0)
+    assert np.array_equal(before[0], model.get_weights()[0])
+    optimizer.learning_rate = 0.1
+    assert kmp.audit(model).of_kind("half weights") == ()
+
+
 def test_half_weights_that_move():
     for policy, optimizer in (("bfloat16", "sgd"), ("bfloat16", keras.optimizers.Adam(beta_2=0.9))):
         keras.config.set_dtype_policy(policy)
