@@ -91,6 +91,7 @@ def test_variance_about_a_large_mean(dtype, rows, mean, deviation, mode):
     np.testing.assert_allclose(y, true_y, rtol=1e-4 + ROUNDOFF[dtype], atol=shift.max())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "shape, axis", [((10**6, 2), 1), ((2000, 2, 500), 1)], ids=["last", "first"]
 )
