@@ -95,7 +95,10 @@ def test_planted_runs_are_recognised(state):
     ids=["float16", "bfloat16", "small_but_float32"],
 )
 def test_sound_runs_are_left_alone(arguments):
-    assert watched_run(**arguments).verdict.state == "HEALTHY"
+    """On some backends float16 overflows once while its scale is being found."""
+    found = watched_run(**arguments)
+    expected = "CALIBRATING" if found.report.skipped_steps else "HEALTHY"
+    assert found.verdict.state == expected and found.report.skipped_steps <= 2
 
 
 def test_two_early_overflows_are_how_the_scale_is_found():
