@@ -130,6 +130,7 @@ def test_who_watches_changes_nothing():
             assert histories[name][key] == value and np.isfinite(value).all()
 
 
+@pytest.mark.only("tensorflow", "jax")  # on PyTorch Keras draws from its global generator
 def test_dropout_draws_anew_after_a_skipped_step():
     """A batch whose mask makes it overflow would otherwise overflow for ever."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
@@ -170,9 +171,12 @@ def test_a_step_that_raises_ends_the_protection():
     with pytest.raises(Exception) as raised:
         model.fit(failing_batches(), shuffle=False, verbose=0, callbacks=[watch, TerminateOnNaN()])
     assert "EndsEarly" in f"{raised.type} {raised.value}"
-    assert is_keras_own(model) and not model.optimizer.measures_details
+    # On PyTorch Keras draws the data outside of the train function: the next `fit` ends the claims.
+    if BACKEND != "torch":
+        assert is_keras_own(model) and not model.optimizer.measures_details
     assert int(model.optimizer.steps) > before
     assert np.isfinite(fit(model, [watch], poisoned=[2])["loss"]).all()
+    assert is_keras_own(model) and not model.optimizer.measures_details
 
 
 def test_what_another_callbacks_error_leaves_ends_with_the_next_fit():
