@@ -22,8 +22,7 @@ def audit(program: Program) -> str:
 
 def locate_nonfinite(program: Program) -> str:
     """A NaN in the weights of a layer, three layers in turn: the report names that layer."""
-    model = made(program, "mixed_float16", kmp_scaled)
-    x, y = program.batch()
+    model, x, y = program.replayed(made(program, "mixed_float16", kmp_scaled))
     report = kmp.debug.locate_nonfinite(model, x, y, loss_scale=1.0)
     assert report.phase is None, f"nothing is planted, and it says {report}"
     layers, named, around = leaves(model), 0, 0
@@ -55,9 +54,9 @@ def eager_by_keras(program: Program) -> None:
 
 def compare_precisions(program: Program) -> str:
     """The model in float32 against mixed_float16."""
-    model = made(program)
+    model, x, y = program.replayed(made(program))
     before = weights(model)
-    report = kmp.debug.compare_precisions(model, *program.batch())
+    report = kmp.debug.compare_precisions(model, x, y)
     assert str(report) and report.rows, "no layer was compared"
     check_untouched(before, model)
     assert not np.isnan(report.output_sqnr), "output SQNR is NaN"
@@ -66,9 +65,9 @@ def compare_precisions(program: Program) -> str:
 
 def diagnose(program: Program) -> str:
     """Which layers have to stay in float32; the model built anew under the map trains."""
-    model = made(program)
+    model, x, y = program.replayed(made(program))
     before = weights(model)
-    report = kmp.debug.diagnose(model, *program.batch())
+    report = kmp.debug.diagnose(model, x, y)
     assert str(report)
     check_untouched(before, model)
     assert report.sqnr >= report.target_sqnr, f"ends with {report.sqnr:.0f} dB"
@@ -85,9 +84,9 @@ def diagnose_by_keras(program: Program) -> None:
 
 def memory_report(program: Program) -> str:
     """The bytes of a step in three precisions."""
-    model = made(program)
+    model, x, _ = program.replayed(made(program))
     before = weights(model)
-    report = kmp.debug.memory_report(model, BATCH, program.batch()[0])
+    report = kmp.debug.memory_report(model, BATCH, x)
     assert str(report)
     check_untouched(before, model)
     full, mixed, pure = report.rows

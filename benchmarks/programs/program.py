@@ -23,6 +23,7 @@ class Program:
             of `compile`, where a program needs its own way.
         backends: on which of Keras's backends the program runs.
         callable: whether the model has a `call`; a GAN has none.
+        part: returns a part of the model that has one, compiled, and a batch for it.
         logged: the name of the loss in `fit`'s history.
         optimizer: returns the optimizer of a compiled model, one of them if there are several.
         own_optimizers: whether the model keeps optimizers of its own, which nobody else can wrap.
@@ -35,6 +36,7 @@ class Program:
     compile: Callable[..., None] | None = None
     backends: tuple[str, ...] = ("tensorflow", "jax")
     callable: bool = True
+    part: Callable[[keras.Model], tuple[keras.Model, Any, Any]] | None = None
     logged: str = "loss"
     optimizer: Callable[[keras.Model], Any] = lambda model: model.optimizer
     own_optimizers: bool = False
@@ -48,6 +50,10 @@ class Program:
             loss = self.loss() if isinstance(self.loss, type | Callable) else self.loss
             model.compile(wrap(keras.optimizers.Adam(1e-3)), loss=loss, **arguments)
         return model
+
+    def replayed(self, model: keras.Model) -> tuple[keras.Model, Any, Any]:
+        """What a tool that replays a batch is given: the model, or a part of it; and the batch."""
+        return (model, *self.batch()) if self.part is None else self.part(model)
 
 
 def random() -> np.random.Generator:

@@ -54,6 +54,7 @@ def outputs(model: keras.Model, program: Program) -> list[np.ndarray]:
     """All outputs of a batch, as float32; none of a model that cannot be called."""
     if not program.callable:
         return []
+    reseed(model)
     found = keras.tree.flatten(model.predict(program.batch()[0], batch_size=BATCH, verbose=0))
     return [np.asarray(x, "float32") for x in found]
 
@@ -74,7 +75,7 @@ def leaves(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def reseed(model: keras.Model) -> None:
-    """Let dropout begin anew: Keras's files do not hold how far its random numbers are."""
+    """Let random numbers begin anew: Keras's files do not hold how far they are."""
     for layer in model._flatten_layers():
         for i, generator in enumerate(layer._seed_generators):
             generator.state.assign(np.array([i, 7], "uint32"))
@@ -93,8 +94,8 @@ def weights(model: keras.Model) -> list[np.ndarray]:
 
 def check_untouched(before: list[np.ndarray], model: keras.Model) -> None:
     """Raise if a look has changed a weight."""
-    same = [np.array_equal(a, b, equal_nan=True) for a, b in zip(before, weights(model), strict=True)]
-    assert all(same), "the weights are not what they were"
+    pairs = zip(before, weights(model), strict=True)
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in pairs), "the weights are not what they were"
 
 
 def said(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Programs of keras.io's kinds on sequences, graphs and games: seq2seq, CTC, GAT, DQN, and others."""
+"""Programs of keras.io's kinds on sequences, graphs and games."""
 
 import keras
 import numpy as np
@@ -57,8 +57,8 @@ class GraphAttention(layers.Layer):
         super().__init__(**kwargs)
         self.units = units
 
-    def build(self, states, edges):
-        self.kernel = self.add_weight((states[-1], self.units), name="kernel")
+    def build(self, states_shape, edges_shape):
+        self.kernel = self.add_weight((states_shape[-1], self.units), name="kernel")
         self.ends = self.add_weight((self.units, 2), name="ends")
 
     def call(self, states, edges):

@@ -3,8 +3,19 @@
 import keras
 import keras_hub.models as hub
 import numpy as np
-from program import BATCH, IMAGE, LENGTH, WORDS, Program, classes, crossentropy, images
-from program import padding, words
+from keras_hub.src.models.vae.vae_backbone import VAEBackbone  # a part, and not exported
+from program import (
+    BATCH,
+    IMAGE,
+    LENGTH,
+    WORDS,
+    Program,
+    classes,
+    crossentropy,
+    images,
+    padding,
+    words,
+)
 
 PARTS = dict(hidden_dim=16, num_layers=2, num_heads=2, intermediate_dim=32)
 TEXT = dict(**PARTS, vocabulary_size=WORDS, embedding_dim=16, max_sequence_length=LENGTH)
@@ -63,7 +74,7 @@ def samples():
 
 def vae_model():
     """The autoencoder of Stable Diffusion 3, one block a stage."""
-    return hub.VAEBackbone(
+    return VAEBackbone(
         encoder_num_filters=[32, 32],
         encoder_num_blocks=[1, 1],
         decoder_num_filters=[32, 32],
@@ -76,7 +87,7 @@ def vae_model():
 def diffusion_model():
     """Stable Diffusion 3: text encoders, diffusion transformer, autoencoder; trained as a whole."""
     stages = dict(num_filters=[32, 32, 32, 32], num_blocks=[1, 1, 1, 1])
-    vae = hub.VAEBackbone(
+    vae = VAEBackbone(
         **{f"{part}_{k}": v for part in ("encoder", "decoder") for k, v in stages.items()},
         sample_channels=8,
     )

@@ -7,19 +7,25 @@ import keras_hub.models as hub
 from program import IMAGE, Program, classes, crossentropy, images
 
 
-def classifier(backbone: Callable[[], keras.Model], **arguments) -> Program:
+def classifier(backbone: Callable[[], keras.Model], task=hub.ImageClassifier) -> Program:
     """Sort images into three classes."""
 
     def make():
-        return hub.ImageClassifier(backbone(), num_classes=3, **arguments)
+        return task(backbone(), num_classes=3)
 
     return Program(make, lambda: (images(), classes(3)), crossentropy)
 
 
+def token_classifier(backbone: keras.Model, num_classes: int) -> keras.Model:
+    """A head on the mean of all tokens, for a backbone whose output is no image."""
+    x = keras.layers.GlobalAveragePooling1D(name="pooler")(backbone.output)
+    return keras.Model(backbone.input, keras.layers.Dense(num_classes, name="logits")(x))
+
+
 def resnet_backbone():
-    """Its first stage has to be 64 wide."""
+    """Its first stage has to be 64 wide, and its stem then too."""
     return hub.ResNetBackbone(
-        input_conv_filters=[8],
+        input_conv_filters=[64],
         input_conv_kernel_sizes=[3],
         stackwise_num_filters=[64, 16],
         stackwise_num_blocks=[1, 1],
@@ -105,19 +111,26 @@ def segformer_segmenter():
 
 def segmenter(make: Callable[[], keras.Model]) -> Program:
     """Sort each pixel into three classes."""
-    return Program(make, lambda: (images(), classes(3, 32, 32)), crossentropy)
+    return Program(make, lambda: (images(), classes(3, 32, 32)), compile=compile_segmenter)
+
+
+def compile_segmenter(model, wrap, **arguments):
+    """Without keras-hub's own metric, which wants labels of another shape."""
+    optimizer = wrap(keras.optimizers.Adam(1e-3))
+    model.compile(optimizer, loss=crossentropy(), metrics=[], **arguments)
 
 
 vit = classifier(
     lambda: hub.ViTBackbone(
         image_shape=IMAGE, patch_size=8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32
     ),
-    pooling="token",
+    hub.ViTImageClassifier,
 )
 swin = classifier(
     lambda: hub.SwinTransformerBackbone(
         image_shape=IMAGE, embed_dim=8, depths=[2, 1], num_heads=[1, 2], window_size=4
-    )
+    ),
+    token_classifier,
 )
 resnet = classifier(resnet_backbone)
 efficientnet = classifier(efficientnet_backbone)
