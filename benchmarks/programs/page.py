@@ -92,7 +92,7 @@ def escaped(text: str) -> str:
 def versions() -> list[str]:
     """The packages that count, with their versions."""
     found = []
-    for package in ("keras", "keras-hub", "keras-rs", "bayesflow", "tensorflow", "jax"):
+    for package in ("keras", "keras-hub", "keras-rs", "tensorflow", "jax"):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
