@@ -80,9 +80,7 @@ deberta = classifier(
     )
 )
 albert = classifier(
-    lambda: hub.AlbertTextClassifier(
-        hub.AlbertBackbone(**ENCODER, embedding_dim=8), num_classes=3
-    ),
+    lambda: hub.AlbertTextClassifier(hub.AlbertBackbone(**ENCODER, embedding_dim=8), num_classes=3),
     segmented,
 )
 f_net = classifier(

@@ -34,9 +34,9 @@ Models that nobody here wrote, and programs of the kinds that keras.io shows, wr
 with random weights in a small configuration, through everything that kmp does with a model.
 
 ```bash
-make programs                                # or, with the extra `programs` installed:
-python benchmarks/programs                   # writes this page
-python benchmarks/programs --only gpt2       # one row anew
+make programs                                       # or, with the extra `programs` installed:
+python benchmarks/programs/table.py                 # writes this page
+python benchmarks/programs/table.py --only gpt2     # one row anew
 ```
 
 A cell says *works*, *Keras cannot* (plain Keras fails in the same place) or *kmp cannot*. What a

@@ -95,7 +95,8 @@ def weights(model: keras.Model) -> list[np.ndarray]:
 def check_untouched(before: list[np.ndarray], model: keras.Model) -> None:
     """Raise if a look has changed a weight."""
     pairs = zip(before, weights(model), strict=True)
-    assert all(np.array_equal(a, b, equal_nan=True) for a, b in pairs), "the weights are not what they were"
+    same = all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+    assert same, "the weights are not what they were"
 
 
 def said(error: BaseException) -> str:

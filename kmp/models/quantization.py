@@ -188,8 +188,8 @@ def to_int8(model: keras.Model) -> ConversionReport:
     if unseen:
         raise ValueError(
             f"The layers must have learned the ranges of their inputs. Received: {model.name!r}, "
-            f"in which {path_of(unseen[0])!r} and {len(unseen) - 1} more have seen no training batch with "
-            "finite inputs. Train the model, or call model(x, training=True) on some batches."
+            f"in which {path_of(unseen[0])!r} and {len(unseen) - 1} more have seen no training "
+            "batch with finite inputs. Train the model, or call model(x, training=True) on some batches."
             + _about_frozen(unseen)
         )
     before = [_word(layer) for layer in layers]

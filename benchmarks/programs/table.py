@@ -1,9 +1,9 @@
 """Run other people's programs through kmp, and write docs/programs.md.
 
-    python benchmarks/programs                          every program, an hour; then the page
-    python benchmarks/programs --only gpt2 --columns file audit     these cells anew
-    python benchmarks/programs --backend jax            the same on JAX, into a table of its own
-    python benchmarks/programs --page                   the page from the results that are there
+    python benchmarks/programs/table.py                  every program, an hour; then the page
+    python benchmarks/programs/table.py --only gpt2 --columns file audit    these cells anew
+    python benchmarks/programs/table.py --backend jax    the same on JAX, into tables of its own
+    python benchmarks/programs/table.py --page           the page from the results that are there
 
 Each row is filled by a process of its own, and begun again behind a cell that crashes or takes too
 long. Results are kept in build/programs/, one file for each backend.
