@@ -189,8 +189,8 @@ def to_int8(model: keras.Model) -> ConversionReport:
         raise ValueError(
             f"The layers must have learned the ranges of their inputs. Received: {model.name!r}, "
             f"in which {path_of(unseen[0])!r} and {len(unseen) - 1} more have seen no training "
-            "batch with finite inputs. Train the model, or call model(x, training=True) on some batches."
-            + _about_frozen(unseen)
+            "batch with finite inputs. Train the model, or call model(x, training=True) on some "
+            "batches." + _about_frozen(unseen)
         )
     before = [_word(layer) for layer in layers]
     to_mixed_precision(model, "float32")
