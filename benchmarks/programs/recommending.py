@@ -56,8 +56,9 @@ class TwoTowers(keras.Model):
         self.items = keras.Sequential([layers.Embedding(ITEMS, WIDTH), layers.Dense(WIDTH)])
         self.negatives = keras_rs.layers.HardNegativeMining(num_hard_negatives=2)
 
-    def call(self, x):
-        return {"user": self.users(x["user"]), "item": self.items(x["item"])}
+    def call(self, x, training=None):
+        user = self.users(x["user"], training=training)
+        return {"user": user, "item": self.items(x["item"], training=training)}
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
         scores = keras.ops.matmul(y_pred["user"], keras.ops.transpose(y_pred["item"]))

@@ -103,8 +103,8 @@ class DeepQ(keras.Model):
         stack = [keras.Input((4,)), layers.Dense(16, "relu", name="hidden")]
         return keras.Sequential([*stack, layers.Dense(ACTIONS, name="worth")], name=name)
 
-    def call(self, x):
-        return self.online(x["state"])
+    def call(self, x, training=None):
+        return self.online(x["state"], training=training)
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         taken = ops.one_hot(x["action"], ACTIONS)

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -97,7 +98,8 @@ def file(program: Program, by_kmp: bool = True) -> str:
         command = [sys.executable, HERE / "load.py", program.name, path]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        lines = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*Error\b", line)]
+        raise RuntimeError(lines[-1] if lines else f"it ended with {done.returncode}")
     return done.stdout.strip().splitlines()[-1]
 
 
