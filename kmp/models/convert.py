@@ -175,7 +175,7 @@ def _plan(
     model: Any, policy: Policy, filters: list[tuple[Callable, str]]
 ) -> list[tuple[keras.Layer, Any, str]]:
     """Each layer, the policy that it will have, and the reason if that is not `policy`."""
-    heads = {id(layer) for layer in output_layers(model)}
+    heads = {id(each) for layer in output_layers(model) for each in layers_of(layer)}
     keep = Policy("float32")
     outputs = Policy(policy.param_dtype, policy.output_dtype) if policy.has_output_dtype else keep
     plan: dict[int, tuple[keras.Layer, Any, str]] = {}

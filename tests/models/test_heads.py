@@ -77,6 +77,33 @@ def test_a_layer_that_shares_its_embedding_with_the_output_stays_with_it():
     np.testing.assert_allclose(after, before, atol=2e-3)
 
 
+class Guess(layers.Layer):
+    """A head that reads its logits off an embedding which it shares with the beginning."""
+
+    def __init__(self, words, **kwargs):
+        super().__init__(**kwargs)
+        self.words = words
+        self.bias = self.add_weight((7,), name="bias")
+
+    def call(self, x):
+        return self.words(x, reverse=True) + self.bias
+
+    def compute_output_shape(self, shape):
+        return (*shape[:-1], 7)
+
+
+def test_what_an_output_layer_shares_stays_with_it():
+    tokens = keras.Input((5,), dtype="int32")
+    positions = Positions(name="positions")
+    x = layers.Dense(4, name="body")(positions(tokens))
+    model = keras.Model(tokens, Guess(positions.words, name="guess")(x))
+    kmp.to_mixed_precision(model, "mixed_float16")
+    dtypes = compute_dtypes(model)
+    assert {dtypes[name] for name in ("positions", "words", "guess")} == {"float32"}
+    assert dtypes["body"] == "float16"
+    assert model.predict(np.ones((2, 5), "int32"), verbose=0).dtype == "float32"
+
+
 class Untraceable(Raw):
     def call(self, x):
         if isinstance(x, keras.KerasTensor) or not hasattr(x, "shape"):
