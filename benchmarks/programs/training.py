@@ -37,6 +37,7 @@ def fit(program: Program) -> str:
     try:
         model = made(program, "mixed_float16", keras_scaled, jit_compile=JIT)
         reference = fitted(model, program)
+        assert np.isfinite(reference).all(), f"losses {reference}"
     except Exception as error:
         raise KerasCannotError(f"fit with Keras's LossScaleOptimizer: {said(error)}") from error
     model = made(program, "mixed_float16", kmp_scaled, jit_compile=JIT)
