@@ -7,7 +7,7 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constrain
 CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: quickstart test test-all lint compiled-counts clean
+.PHONY: quickstart test test-all lint programs compiled-counts clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
@@ -26,6 +26,18 @@ test-all: test
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Other people's programs through everything, an hour or two, into docs/programs.md; then the tests
+# that `make test-all` leaves out where keras-hub and keras-rs are missing.
+programs: $(VENV)-programs/stamp
+	$(VENV)-programs/bin/python benchmarks/programs/table.py
+	KERAS_BACKEND=tensorflow $(VENV)-programs/bin/python -m pytest tests/test_programs.py
+
+$(VENV)-programs/stamp: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-programs
+	$(VENV)-programs/bin/pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[tensorflow,jax,programs,test]'
+	@touch $@
 
 # What the compiled step runs and moves on a TPU and on an H100, counted without either.
 compiled-counts: $(VENV)/test.stamp $(VENV)-h100/stamp
@@ -50,4 +62,4 @@ $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-h100 build dist *.egg-info logs
+	rm -rf $(VENV) $(VENV)-h100 $(VENV)-programs build dist *.egg-info logs

@@ -37,7 +37,8 @@ def to_mixed_precision(
 
     - output layers: the last layers with weights before each output, and all layers after them,
       because logits and softmax need float32. If the policy names an output dtype, they compute in
-      that dtype;
+      that dtype. A layer that has an output layer inside it, as where word and position embeddings
+      are one layer and the logits come from the former, computes in the same;
     - preprocessing layers (`Normalization`, `Rescaling`, augmentation), because raw inputs may be
       beyond the range of half precision;
     - layers with an activity regularizer, because Keras sums it in half precision;
@@ -174,7 +175,7 @@ def _plan(
     model: Any, policy: Policy, filters: list[tuple[Callable, str]]
 ) -> list[tuple[keras.Layer, Any, str]]:
     """Each layer, the policy that it will have, and the reason if that is not `policy`."""
-    heads = {id(layer) for layer in output_layers(model)}
+    heads = {id(each) for layer in output_layers(model) for each in layers_of(layer)}
     keep = Policy("float32")
     outputs = Policy(policy.param_dtype, policy.output_dtype) if policy.has_output_dtype else keep
     plan: dict[int, tuple[keras.Layer, Any, str]] = {}
@@ -199,6 +200,8 @@ def _plan(
             reason = excluded[0]
         elif id(layer) in heads:
             new, reason = outputs, "output layer"
+        elif any(id(each) in heads for each in inner) and not isinstance(layer, keras.Model):
+            new, reason = outputs, "shares an output layer"
         elif layer.activity_regularizer is not None:
             reason = "activity regularizer"
         elif any(map(is_preprocessing, inner)) and not is_graph(layer):

@@ -184,12 +184,13 @@ def to_int8(model: keras.Model) -> ConversionReport:
     int8_from_float32
     """
     layers = _prepared(model, "to_int8")
-    unseen = [path_of(layer) for layer in layers if is_unseen(layer)]
+    unseen = [layer for layer in layers if is_unseen(layer)]
     if unseen:
         raise ValueError(
             f"The layers must have learned the ranges of their inputs. Received: {model.name!r}, "
-            f"in which {unseen[0]!r} and {len(unseen) - 1} more have seen no training batch with "
-            "finite inputs. Train the model, or call model(x, training=True) on some batches."
+            f"in which {path_of(unseen[0])!r} and {len(unseen) - 1} more have seen no training "
+            "batch with finite inputs. Train the model, or call model(x, training=True) on some "
+            "batches." + _about_frozen(unseen)
         )
     before = [_word(layer) for layer in layers]
     to_mixed_precision(model, "float32")
@@ -202,6 +203,18 @@ def to_int8(model: keras.Model) -> ConversionReport:
         for layer, word in zip(layers, before, strict=True)
     ]
     return ConversionReport(tuple(rows))
+
+
+def _about_frozen(unseen: list[Any]) -> str:
+    """What to do about layers that no training reaches, such as the teacher in a distillation."""
+    frozen = [path_of(layer) for layer in unseen if not layer.trainable]
+    if not frozen:
+        return ""
+    return (
+        f" {frozen[0]!r} is frozen, so training does not change its range: set trainable=True for "
+        "these batches, or leave it out: "
+        "kmp.quantize_aware(model, filter_fn=lambda layer, path: layer.trainable)."
+    )
 
 
 def _renew_optimizer(model: Any) -> None:

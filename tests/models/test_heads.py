@@ -41,6 +41,69 @@ def test_the_head_of_a_subclassed_model_is_the_layer_called_last():
     assert np.isfinite(keras.ops.convert_to_numpy(model(X * 1e6))).all()
 
 
+class Positions(layers.Layer):
+    """Adds word and position embeddings, whose dtypes have to agree; knows its shape by itself."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.words = layers.ReversibleEmbedding(7, 4, dtype=self.dtype_policy, name="words")
+        self.places = layers.Embedding(5, 4, dtype=self.dtype_policy, name="places")
+
+    def build(self, shape):
+        self.words.build(shape)
+        self.places.build(shape)
+
+    def call(self, x):
+        return self.words(x) + self.places(keras.ops.arange(5))
+
+    def compute_output_shape(self, shape):
+        return (*shape, 4)
+
+
+def test_a_layer_that_shares_its_embedding_with_the_output_stays_with_it():
+    """The logits come from the embedding, and so the embedding answers in float32 everywhere."""
+    tokens = keras.Input((5,), dtype="int32")
+    positions = Positions(name="positions")
+    x = layers.Dense(4, name="body")(positions(tokens))
+    model = keras.Model(tokens, positions.words(x, reverse=True))
+    ids = np.arange(10).reshape(2, 5) % 7
+    before = model.predict(ids, verbose=0)
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    assert report.kept["positions"] == "shares an output layer"
+    dtypes = compute_dtypes(model)
+    assert (dtypes["positions"], dtypes["body"]) == ("float32", "float16")
+    after = model.predict(ids, verbose=0)
+    assert after.dtype == "float32"
+    np.testing.assert_allclose(after, before, atol=2e-3)
+
+
+class Guess(layers.Layer):
+    """A head that reads its logits off an embedding which it shares with the beginning."""
+
+    def __init__(self, words, **kwargs):
+        super().__init__(**kwargs)
+        self.words = words
+        self.bias = self.add_weight((7,), name="bias")
+
+    def call(self, x):
+        return self.words(x, reverse=True) + self.bias
+
+    def compute_output_shape(self, shape):
+        return (*shape[:-1], 7)
+
+
+def test_what_an_output_layer_shares_stays_with_it():
+    tokens = keras.Input((5,), dtype="int32")
+    positions = Positions(name="positions")
+    x = layers.Dense(4, name="body")(positions(tokens))
+    model = keras.Model(tokens, Guess(positions.words, name="guess")(x))
+    kmp.to_mixed_precision(model, "mixed_float16")
+    dtypes = compute_dtypes(model)
+    assert {dtypes[name] for name in ("positions", "words", "guess")} == {"float32"}
+    assert dtypes["body"] == "float16"
+    assert model.predict(np.ones((2, 5), "int32"), verbose=0).dtype == "float32"
+
+
 class Untraceable(Raw):
     def call(self, x):
         if isinstance(x, keras.KerasTensor) or not hasattr(x, "shape"):

@@ -138,6 +138,17 @@ def test_to_int8_refuses_what_has_learned_no_range():
             function(functional())
 
 
+def test_to_int8_says_what_to_do_about_frozen_layers():
+    """A frozen layer learns no range, and advice to train would not help."""
+    model = keras.Sequential(
+        [keras.Input((3,)), layers.Dense(3, trainable=False, name="teacher"), layers.Dense(2)]
+    )
+    kmp.quantize_aware(model)
+    model(np.ones((2, 3)), training=True)
+    with pytest.raises(ValueError, match=r"'.*teacher' is frozen.*filter_fn"):
+        kmp.to_int8(model)
+
+
 def test_a_range_quantizer_refuses_what_is_no_range():
     with pytest.raises(ValueError, match="must be finite and at least 0"):
         RangeQuantizer(float("inf"))
