@@ -29,7 +29,10 @@ def check_replayable(model: Any, tool: str, with_loss: bool) -> None:
     """
     check_model(model, tool)
     if type(model).call is keras.Model.call:
-        part = next((n for n, v in vars(model).items() if isinstance(v, keras.Model)), "part")
+        # On PyTorch a layer is a module, whose layers are not among its attributes.
+        children = dict(getattr(model, "named_children", dict)())
+        parts = {**vars(model), **children}.items()
+        part = next((n for n, v in parts if isinstance(v, keras.Model)), "part")
         raise ValueError(
             f"`model` of {tool} must have a `call`, which is what is replayed. Received: "
             f"{type(model).__name__} {model.name!r} without one: its train_step calls its parts. "

@@ -87,7 +87,7 @@ VERDICTS = {
     "overflow": "FORWARD-NAN",
     "nan": "FORWARD-NAN",
     "underflow": "COLLAPSED",  # what was lost forward divides by zero backward
-    "gradient": "HEALTHY",
+    "gradient": "CALIBRATING",  # a smaller scale is found, which bears it
 }
 
 

@@ -80,7 +80,7 @@ def watched(rows, log_dir):
     """An overflow and a loss of inf under all that watches."""
     model = make_model()
     callbacks = [
-        kmp.callbacks.GradientHealth(log_dir, update_freq=1),
+        kmp.callbacks.GradientHealth(log_dir=log_dir, update_freq=1),
         kmp.callbacks.DivergenceGuard(update_freq=1),
         kmp.callbacks.TerminateOnNaN(update_freq=1),
     ]
