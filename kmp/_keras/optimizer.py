@@ -94,6 +94,18 @@ def steps_of(optimizer: Any) -> Variable:
     return optimizer._iterations
 
 
+def portable_config(optimizer: Any) -> dict[str, Any]:
+    """The serialized config of an optimizer, in names that every backend knows.
+
+    On PyTorch Keras replaces its optimizers by classes of `keras.src.backend.torch`, which no other
+    backend can run, and serializes those.
+    """
+    config = keras.saving.serialize_keras_object(optimizer)
+    if config["module"].startswith("keras.src.backend."):
+        config = {**config, "module": "keras.optimizers", "registered_name": None}
+    return config
+
+
 def replace_learning_rate(optimizer: Any, rate: Any) -> Any:
     """`_learning_rate`: set the variable or schedule of the rate, and return the one before.
 

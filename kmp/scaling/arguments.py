@@ -61,18 +61,6 @@ def checked_inner(optimizer: Any) -> Any:
     return optimizer
 
 
-def portable_config(optimizer: Any) -> dict[str, Any]:
-    """Return the serialised optimizer in names that every backend knows.
-
-    On torch Keras replaces its optimizers by implementations of its own that no other backend can
-    run, and serialises those.
-    """
-    config = keras.saving.serialize_keras_object(optimizer)
-    if config["module"].startswith("keras.src.backend."):
-        config = {**config, "module": "keras.optimizers", "registered_name": None}
-    return config
-
-
 def warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> None:
     """Warn if float16 is going to be trained without a scale: small gradients vanish silently."""
     where = _float16_in(variables)

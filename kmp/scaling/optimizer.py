@@ -285,7 +285,7 @@ class LossScaleOptimizer(WrapsInner):
     def get_config(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "inner_optimizer": arguments.portable_config(self.inner_optimizer),
+            "inner_optimizer": keras_optimizer.portable_config(self.inner_optimizer),
             "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
             "on_overflow": self.on_overflow,
             "measure_gradients": self.measure_gradients,
