@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # each of them is held against the interface
 
     _all: tuple[Backend, Backend, Backend] = (jax, tensorflow, torch)
 
+BaseView = _backend.BaseView
 END_OF_DATA = _backend.END_OF_DATA
 SEES_LOSS = _backend.SEES_LOSS
 after = _backend.after
@@ -37,6 +38,7 @@ compiled_bytes = _backend.compiled_bytes
 compiled_step_bytes = _backend.compiled_step_bytes
 compute_if = _backend.compute_if
 custom_gradient = _backend.custom_gradient
+dense = _backend.dense
 device = _backend.device
 device_memory = _backend.device_memory
 flags = _backend.flags

@@ -116,7 +116,7 @@ def gradient_values(gradient: Gradient) -> Tensor:
     return gradient
 
 
-gradient_rows = gradient_values
+gradient_rows = dense = gradient_values
 
 
 def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
@@ -191,6 +191,7 @@ def settle(model: Any) -> None:
 
 END_OF_DATA: tuple[type[Exception], ...] = (StopIteration,)
 SEES_LOSS = True
+BaseView = keras.Variable
 
 
 def fused_batch_norm(

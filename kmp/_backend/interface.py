@@ -58,6 +58,9 @@ class Backend(Protocol):
     def gradient_rows(self, gradient: Gradient) -> Tensor:
         """The numbers of a gradient; rows of a sparse one that share an index are summed."""
 
+    def dense(self, gradient: Gradient) -> Tensor:
+        """A gradient as a tensor of its variable's shape."""
+
     def gradient_sample(self, gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
         """A strided slice of a gradient, one stride per axis; zeros where a sparse one has no row.
 
@@ -149,6 +152,7 @@ class Backend(Protocol):
 
     # ---- Keras's training loop -------------------------------------------------------------------
 
+    BaseView: Any  # the class of what stands in the place of a `keras.Variable` in an optimizer
     SEES_LOSS: bool  # whether `note_loss` knows of a loss that is not finite before the step
     END_OF_DATA: tuple[type[Exception], ...]  # what a train function raises when the data ends
 

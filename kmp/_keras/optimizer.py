@@ -127,8 +127,13 @@ def rows_of(optimizer: Any, variables: Sequence[Variable]) -> list[int]:
 
 
 def accumulators_of(optimizer: Any) -> list[Variable]:
-    """`_accumulated_gradients`: one for each variable; float8's scales have none."""
-    return [x for x in optimizer._accumulated_gradients if x is not None]
+    """The accumulators of gradients; float8's scales have none."""
+    return [x for x in accumulators_by_row(optimizer) if x is not None]
+
+
+def accumulators_by_row(optimizer: Any) -> list[Variable | None]:
+    """`_accumulated_gradients`: one or None for each variable."""
+    return optimizer._accumulated_gradients
 
 
 def averages_of(optimizer: Any) -> list[Variable]:

@@ -36,6 +36,9 @@ def scaled(
     loss_scale: Any = "dynamic",
     *,
     on_overflow: str = "drop_micro_batch",
+    rounding: str = "stochastic",
+    slot_dtype: str | None = None,
+    master_weights: bool = False,
     **optimizer_arguments,
 ) -> LossScaleOptimizer:
     """Wrap an optimizer in loss scaling, ready for `model.compile`.
@@ -44,7 +47,10 @@ def scaled(
         optimizer: a `keras.optimizers.Optimizer` class, instance, name or config.
         loss_scale: `"dynamic"`, `"none"`, a positive number (static), or a strategy such as
             `kmp.DynamicLossScale(growth_interval=500)`.
-        on_overflow: what an overflow costs under gradient accumulation; see
+        on_overflow: what an overflow costs under gradient accumulation.
+        rounding: how weights and slots in bfloat16 are rounded.
+        slot_dtype: dtype of the optimizer's slots.
+        master_weights: whether weights in half precision have float32 copies. For these four see
             `kmp.LossScaleOptimizer`.
         **optimizer_arguments: what the optimizer's constructor takes, with a class or a name.
 
@@ -63,7 +69,14 @@ def scaled(
     """
     inner = _make_inner(optimizer, optimizer_arguments)
     rule = rules.get(loss_scale)  # None is no default here: it may mean "dynamic" or "none"
-    return LossScaleOptimizer(inner, loss_scale=rule, on_overflow=on_overflow)
+    return LossScaleOptimizer(
+        inner,
+        loss_scale=rule,
+        on_overflow=on_overflow,
+        rounding=rounding,
+        slot_dtype=slot_dtype,
+        master_weights=master_weights,
+    )
 
 
 def _make_inner(optimizer: Any, arguments: dict[str, Any]) -> Any:

@@ -11,9 +11,12 @@ from kmp._keras.optimizer import (
     BaseLossScaleOptimizer,
     accumulators_of,
     own_the_averages,
+    own_variables_of,
     stateless_apply_of_base,
     steps_of,
 )
+from kmp.scaling import float32_updates
+from kmp.scaling.float32_updates import HalfMemory
 
 ON_OVERFLOW = ("drop_micro_batch", "drop_window")
 
@@ -62,6 +65,7 @@ class WrapsInner(BaseLossScaleOptimizer):
 
     Attributes:
         builds_base: True while Keras's base class builds itself.
+        half_memory: how variables in half precision are updated.
     """
 
     weight_decay = InnerSetting[float | None](None)
@@ -73,11 +77,25 @@ class WrapsInner(BaseLossScaleOptimizer):
     ema_overwrite_frequency = InnerSetting[int | None](None)
     gradient_accumulation_steps = InnerSetting[int | None](None)
     builds_base = False
+    half_memory: HalfMemory
+    rounding_seed: Variable | None = None
+
+    @property
+    def steps(self) -> Variable:
+        """Training steps so far, skipped ones included; `iterations` counts the applied ones."""
+        return steps_of(self)
+
+    @property
+    def own_variables(self) -> list[Variable]:
+        """The wrapper's variables, without those of the inner optimizer."""
+        return own_variables_of(self)
 
     def build(self, var_list: Sequence[Variable]) -> None:
         # Keras's class builds the inner optimizer with tracking switched off, and so loses what
         # that tracks by assigning it: Nadam's product of momenta, which is then never carried on.
-        self.inner_optimizer.build(var_list)
+        self.rounding_seed = float32_updates.build(
+            self.inner_optimizer, var_list, self.half_memory, self.add_counter
+        )
         self.builds_base = True
         try:
             super().build(var_list)

@@ -1,6 +1,7 @@
 """The optimizer that `model.compile` takes: loss scaling around any Keras optimizer."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from kmp._keras import optimizer as keras_optimizer
 from kmp.health.report import GradientReport, read_report
 from kmp.precision.trees import all_finite
 from kmp.scaling import arguments, checkpoint
+from kmp.scaling.float32_updates import HalfMemory
 from kmp.scaling.inner import ON_OVERFLOW, DroppedWindow, WrapsInner
 from kmp.scaling.rules import NoOpLossScale, ScaleState, StaticLossScale
 from kmp.scaling.step import Counters, ScaledStep, plan_for
@@ -44,10 +46,14 @@ class LossScaleOptimizer(WrapsInner):
         name: str.
         loss_scale: `"dynamic"`, `"none"`, a positive number or a strategy; not together with the
             two arguments above. See `kmp.scaled`.
-        on_overflow: what an overflow costs under gradient accumulation. `"drop_micro_batch"` leaves
-            the overflowing micro-batch out, and the window takes one more in its place (as Keras).
-            `"drop_window"` discards the whole window and keeps its boundary (as PyTorch).
+        on_overflow: what an overflow costs under gradient accumulation: `"drop_micro_batch"` the
+            micro-batch, which the window replaces by one more (as Keras), or `"drop_window"` the
+            whole window, whose boundary stays (as PyTorch).
         measure_gradients: bool, whether steps are measured; see `gradient_report()`.
+        rounding: how weights and slots in bfloat16 are rounded after each update, which float32
+            computes: `"stochastic"`, or `"nearest"`, which loses the smallest updates.
+        slot_dtype: `"bfloat16"`, `"float32"`, or None: as the variable, but float32 for float16.
+        master_weights: bool, whether weights in half precision have float32 copies to add to.
         **kwargs: the base optimizer's arguments at their defaults, as Keras allows in old configs.
 
     Attributes:
@@ -55,10 +61,9 @@ class LossScaleOptimizer(WrapsInner):
         skipped_steps: int32[], steps so far that were skipped.
         consecutive_skips: int32[], skipped steps in a row up to now.
         variable_paths: the path of the variable in each row of the measurements.
-        measures_details: bool, whether steps that are compiled from now on measure weights,
-            updates and exponents too.
-        scale_was_read: bool, whether anything has asked for the scale so far. A training step that
-            never does forgets to scale its loss.
+        measures_details: bool, whether steps compiled from now on measure weights and updates.
+        rounding_seed: int32[], of stochastic rounding, 0 unless assigned; None if all is float32.
+        scale_was_read: bool, whether anything has asked for the scale, to scale a loss, so far.
 
     Raises:
         ValueError: if the inner optimizer scales the loss itself, or an argument is out of range.
@@ -88,6 +93,9 @@ class LossScaleOptimizer(WrapsInner):
         loss_scale: Any = None,
         on_overflow: str = "drop_micro_batch",
         measure_gradients: bool = True,
+        rounding: str = "stochastic",
+        slot_dtype: str | None = None,
+        master_weights: bool = False,
         **kwargs: Any,
     ):
         rule = arguments.choose_rule(loss_scale, initial_scale, dynamic_growth_steps)
@@ -97,16 +105,12 @@ class LossScaleOptimizer(WrapsInner):
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
         self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
         self.measure_gradients = bool(measure_gradients)
+        self.half_memory = HalfMemory(rounding, slot_dtype, bool(master_weights))
         self.variable_paths: tuple[str, ...] = ()
         self.scale_was_read, self._warned_of_unscaled_loss = False, False
         self.measures_details = False
         self.telemetry: Telemetry | None = None
         self.window: DroppedWindow | None = None
-
-    @property
-    def steps(self) -> Variable:
-        """Training steps so far, skipped ones included; `iterations` counts the applied ones."""
-        return keras_optimizer.steps_of(self)
 
     @property
     def dynamic_scale(self) -> Variable:
@@ -133,11 +137,6 @@ class LossScaleOptimizer(WrapsInner):
     def gradient_health(self) -> Variable | None:
         """float32[num_variables, 5], the measurements; None if steps are not measured."""
         return self.telemetry and self.telemetry.health
-
-    @property
-    def own_variables(self) -> list[Variable]:
-        """The wrapper's variables, without those of the inner optimizer."""
-        return keras_optimizer.own_variables_of(self)
 
     def build(self, var_list: Sequence[Variable]) -> None:
         if self.built:
@@ -289,6 +288,7 @@ class LossScaleOptimizer(WrapsInner):
             "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
             "on_overflow": self.on_overflow,
             "measure_gradients": self.measure_gradients,
+            **dataclasses.asdict(self.half_memory),
         }
 
     @classmethod

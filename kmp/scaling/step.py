@@ -17,6 +17,7 @@ from kmp._keras.optimizer import is_sharded
 from kmp.health.plan import Divide, Kind, Look, MeasurePlan, look, take_sample
 from kmp.health.reduce import Part
 from kmp.precision.trees import map_gradients
+from kmp.scaling.float32_updates import gradient_dtypes
 from kmp.scaling.inner import DroppedWindow
 from kmp.scaling.rules import LossScale, ScaleState
 from kmp.scaling.telemetry import Telemetry
@@ -229,13 +230,12 @@ def plan_for(
         measures: whether the levels of all gradients are measured.
         max_abs: whether the rule reads the largest gradient.
     """
-    # Keras's accumulators have the dtype of their variable, and so must what is added to them.
-    accumulates = bool(inner.gradient_accumulation_steps)
+    dtypes = gradient_dtypes(inner, variables)
     return MeasurePlan(
         shapes=tuple(tuple(v.shape) for v in variables),
         kinds=tuple(
-            Kind(v.dtype if accumulates else None, getattr(v, "overwrite_with_gradient", False))
-            for v in variables
+            Kind(dtype, getattr(v, "overwrite_with_gradient", False))
+            for v, dtype in zip(variables, dtypes, strict=True)
         ),
         sharded=tuple(map(is_sharded, variables)),
         levels=measures,

@@ -2,9 +2,11 @@
 
 from kmp._backend.default import (
     END_OF_DATA,
+    BaseView,
     all_reduce_sum,
     are_dense,
     are_finite,
+    dense,
     fused_batch_norm,
     gradient_rows,
     gradient_values,
@@ -56,6 +58,7 @@ from kmp._backend.jax.target import (
 __all__ = [
     "END_OF_DATA",
     "SEES_LOSS",
+    "BaseView",
     "after",
     "all_reduce_sum",
     "are_dense",
@@ -66,6 +69,7 @@ __all__ = [
     "compiled_step_bytes",
     "compute_if",
     "custom_gradient",
+    "dense",
     "device",
     "device_memory",
     "flags",

@@ -18,6 +18,7 @@ from kmp._backend.tensorflow.core import (
     are_dense,
     around_train_step,
     compute_if,
+    dense,
     device,
     device_memory,
     flags,
@@ -52,10 +53,12 @@ from kmp._backend.tensorflow.replay import (
     watch_gradient,
     without_functions,
 )
+from kmp._backend.tensorflow.views import BaseView
 
 __all__ = [
     "END_OF_DATA",
     "SEES_LOSS",
+    "BaseView",
     "after",
     "all_reduce_sum",
     "are_dense",
@@ -66,6 +69,7 @@ __all__ = [
     "compiled_step_bytes",
     "compute_if",
     "custom_gradient",
+    "dense",
     "device",
     "device_memory",
     "flags",

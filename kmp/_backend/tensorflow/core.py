@@ -48,6 +48,13 @@ def gradient_values(gradient: Gradient) -> Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
+def dense(gradient: Gradient) -> Tensor:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = gradient.dense_shape[0]
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
+
+
 def gradient_rows(gradient: Gradient) -> Tensor:
     # A batch that uses one embedding twice yields two slices for it; their sum is the gradient.
     if not isinstance(gradient, tf.IndexedSlices):

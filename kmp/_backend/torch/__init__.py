@@ -3,6 +3,7 @@
 from kmp._backend.default import (
     END_OF_DATA,
     SEES_LOSS,
+    BaseView,
     after,
     all_reduce_sum,
     are_dense,
@@ -10,6 +11,7 @@ from kmp._backend.default import (
     compiled,
     compiled_bytes,
     compiled_step_bytes,
+    dense,
     from_host,
     fused_batch_norm,
     gradient_rows,
@@ -52,6 +54,7 @@ from kmp._backend.torch.replay import (
 __all__ = [
     "END_OF_DATA",
     "SEES_LOSS",
+    "BaseView",
     "after",
     "all_reduce_sum",
     "are_dense",
@@ -62,6 +65,7 @@ __all__ = [
     "compiled_step_bytes",
     "compute_if",
     "custom_gradient",
+    "dense",
     "device",
     "device_memory",
     "flags",

@@ -1,0 +1,135 @@
+"""Keras's optimizers, given views in the place of variables in half precision."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from kmp._keras.optimizer import Tensor, Variable
+
+
+def add_slot(
+    optimizer: Any, variable: Variable, name: str, initializer: Any, dtype: str
+) -> Variable:
+    """Add a slot for a variable, as `add_variable_from_reference` does, with a dtype of its own.
+
+    Private: `_layout`, how `keras.distribution` splits the variable.
+    """
+    return optimizer.add_variable(
+        shape=variable.shape,
+        initializer=initializer,
+        dtype=dtype,
+        layout=getattr(variable, "_layout", None),
+        name=f"{variable.path.replace('/', '_')}_{name}",
+    )
+
+
+def build_by(optimizer: Any, build: Callable[..., None]) -> None:
+    """Let a function build an optimizer, the next time that its `build` is called."""
+
+    def once(variables: Sequence[Variable]) -> None:
+        del optimizer.build
+        build(variables)
+
+    optimizer.build = once
+
+
+def build_on_views(
+    optimizer: Any,
+    variables: Sequence[Variable],
+    views: Sequence[Any],
+    make_slot: Callable[..., Any],
+) -> None:
+    """Build an optimizer for variables that it knows by their views as well.
+
+    Private: `_trainable_variables`, `_trainable_variables_indices`; `_untrack_variable`, since
+    Keras lists views among the optimizer's variables; and `_exclude_from_weight_decay`, which holds
+    the keys of variables.
+
+    Args:
+        optimizer: a Keras optimizer.
+        variables: what it updates.
+        views: what it reads and assigns in their place.
+        make_slot: takes the place of `optimizer.add_variable_from_reference`.
+    """
+    optimizer.add_variable_from_reference = make_slot
+    try:
+        optimizer.build(list(views))
+    finally:
+        del optimizer.add_variable_from_reference
+    for view in [x for x in optimizer.variables if hasattr(x, "variable")]:
+        optimizer._untrack_variable(view)
+    vars(optimizer)["_trainable_variables"] = list(variables)
+    keys = [optimizer._var_key(v) for v in variables]
+    optimizer._trainable_variables_indices.update({key: i for i, key in enumerate(keys)})
+    excluded: set[Any] = getattr(optimizer, "_exclude_from_weight_decay", set())
+    pairs = zip(keys, views, strict=True)
+    excluded |= {optimizer._var_key(view) for key, view in pairs if key in excluded}
+
+
+_OF_AVERAGES = (
+    "_update_model_variables_moving_average",
+    "_overwrite_model_variables_with_average_value",
+)
+
+
+def update_by(optimizer: Any, views: Sequence[Any], update: Callable[..., None]) -> None:
+    """Let a function do what an optimizer's `update_step` and weight decay do.
+
+    Private: `_apply_weight_decay`; `_backend_update_step`, which on PyTorch updates all variables
+    in place; the two methods of `_OF_AVERAGES`.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        views: of its variables.
+        update: takes gradient, variable and learning rate; see `decay_weights` and `update_one`.
+    """
+    optimizer.update_step = update
+    optimizer._apply_weight_decay = _leave_as_they_are
+    if hasattr(optimizer, "_parallel_update_step"):
+        updates_all = _owner(type(optimizer), "_backend_update_step")
+        # Nadam's own, which comes next, moves its product of momenta first.
+        optimizer._backend_update_step = super(updates_all, optimizer)._backend_update_step
+    if optimizer.use_ema:
+        for name in _OF_AVERAGES:
+            of_views = functools.partial(_on_views, getattr(BaseOptimizer, name), optimizer, views)
+            setattr(optimizer, name, of_views)
+
+
+def _owner(cls: type, name: str) -> Any:
+    """The class that a method of `cls` comes from."""
+    return next(each for each in cls.__mro__ if name in vars(each))
+
+
+def _leave_as_they_are(variables: Sequence[Variable]) -> None:
+    """Decay no weights: `update` does, one by one."""
+
+
+def _on_views(
+    method: Callable[..., None], optimizer: Any, views: Sequence[Any], variables: Any
+) -> None:
+    method(optimizer, views)
+
+
+def row_of(optimizer: Any, variable: Any) -> int:
+    """`_get_variable_index`: the place of a variable, or of a replica's copy of it."""
+    return optimizer._get_variable_index(variable)
+
+
+def decay_weights(optimizer: Any, variable: Any) -> None:
+    """`_apply_weight_decay` of one variable.
+
+    That of Keras's classes for TensorFlow and PyTorch reads `variable.value` and changes it in
+    place. The base class's, which they override, assigns.
+    """
+    own = type(optimizer)._apply_weight_decay
+    if own is keras.optimizers.Optimizer._apply_weight_decay:
+        own = BaseOptimizer._apply_weight_decay
+    own(optimizer, [variable])
+
+
+def update_one(optimizer: Any, gradient: Tensor, variable: Any, learning_rate: Tensor) -> None:
+    """The `update_step` of an optimizer's class."""
+    type(optimizer).update_step(optimizer, gradient, variable, learning_rate)

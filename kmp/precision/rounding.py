@@ -1,0 +1,106 @@
+"""Rounding float32 to bfloat16 at random, so that a sum of small updates arrives on average.
+
+The random numbers come from a counter and not from a state: each is a hash of a seed, a step, a
+variable and the place of the element in it. So all replicas and a resumed run draw the same ones,
+a sharded variable draws its own part where it lies, and XLA fuses them into the update.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from keras import ops
+
+from kmp._backend.types import Tensor
+
+_SIGN, _MAGNITUDE = -(2**31), 2**31 - 1
+_UPPER_HALF, _LOWER_HALF = -(2**16), 2**16 - 1
+_LARGEST = 0x7F7FFFFF  # the last float32 before inf; its upper half is the last bfloat16
+_GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: spreads consecutive numbers
+
+
+def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
+    """Round to one of the two neighbours in bfloat16, to the nearer one more often.
+
+    The chance of each neighbour is such that the mean of many roundings is `x`. A number that
+    bfloat16 can hold stays, as do inf and NaN. A finite number beyond the largest bfloat16 becomes
+    that one.
+
+    Args:
+        x: float32[...].
+        bits: int32[...], random in the lower 16 bits.
+
+    Returns:
+        bfloat16[...].
+
+    Example:
+
+    >>> x = ops.full((1000,), 1 + 2.0**-9)  # a quarter of the way from 1 to the next bfloat16
+    >>> rounded = stochastic_round(x, random_bits((1000,), 0, 0, 0))
+    >>> sorted({float(each) for each in rounded})
+    [1.0, 1.0078125]
+
+    Source: Zamirai et al. 2020, *Revisiting BFloat16 Training*, section 4.
+    """
+    as_bits = ops.view(x, "int32")
+    magnitude = ops.bitwise_and(as_bits, _int32(_MAGNITUDE))
+    noise = ops.bitwise_and(bits, _int32(_LOWER_HALF))
+    moved = ops.minimum(magnitude + noise, _int32(_LARGEST))
+    sign = ops.bitwise_and(as_bits, _int32(_SIGN))
+    rounded = ops.bitwise_or(ops.bitwise_and(moved, _int32(_UPPER_HALF)), sign)
+    finite = ops.less_equal(magnitude, _int32(_LARGEST))
+    return ops.cast(ops.where(finite, ops.view(rounded, "float32"), x), "bfloat16")
+
+
+def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) -> Tensor:
+    """Random numbers that depend on nothing but the arguments and the place of each element.
+
+    Args:
+        shape: of the result.
+        seed: int32[].
+        step: int32[].
+        place: a number of the variable among those of one step.
+
+    Returns:
+        int32[shape], uniform over all 32 bits.
+
+    Example:
+
+    >>> [int(x) for x in random_bits((2,), 0, 1, 0)] == [int(x) for x in random_bits((2,), 0, 1, 0)]
+    True
+
+    Source: Salmon et al. 2011, *Parallel Random Numbers: As Easy as 1, 2, 3* (counters in place of
+    a state); the hash is the finalizer of Appleby's MurmurHash3, applied twice.
+    """
+    key = _mixed(ops.cast(seed, "int32") + _int32(place * _GOLDEN))
+    key = _mixed(key + ops.cast(step, "int32"))
+    return _mixed(ops.bitwise_xor(_mixed(_indices(shape) + key), _mixed(key + _int32(_GOLDEN))))
+
+
+def _indices(shape: Sequence[int]) -> Tensor:
+    """int32[shape]: the number of each element, modulo 2**32.
+
+    As a sum over the axes: each device computes the part of a sharded variable that it holds.
+    """
+    indices = ops.zeros(shape, "int32")
+    for axis, size in enumerate(shape):
+        along = ops.arange(size, dtype="int32") * _int32(math.prod(shape[axis + 1 :]))
+        indices = indices + ops.reshape(along, (size, *[1] * (len(shape) - axis - 1)))
+    return indices
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of 32 bits in which each bit of the result depends on each bit of `x`."""
+    x = ops.bitwise_xor(x, _shifted(x, 16)) * _int32(0x85EBCA6B)
+    x = ops.bitwise_xor(x, _shifted(x, 13)) * _int32(0xC2B2AE35)
+    return ops.bitwise_xor(x, _shifted(x, 16))
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shift to the right, with zeros from the left."""
+    return ops.bitwise_and(ops.right_shift(x, _int32(by)), _int32(2 ** (32 - by) - 1))
+
+
+def _int32(x: int) -> Tensor:
+    """A constant modulo 2**32. (TensorFlow's and JAX's uint32 lack operations that int32 has.)"""
+    return ops.convert_to_tensor(np.array(x % 2**32, "uint32").view("int32"))

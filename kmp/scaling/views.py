@@ -1,0 +1,131 @@
+"""Half-precision variables as a Keras optimizer sees them: in float32."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from keras import ops
+
+from kmp import _backend
+from kmp._backend.types import Tensor, Variable
+from kmp.precision.rounding import random_bits, stochastic_round
+
+ROUNDING = ("stochastic", "nearest")
+
+# By the id of a view: the view, and the value that is written when the update is over. Each thread
+# has its own, for several may trace at once.
+_in_update = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """How float32 becomes half precision again.
+
+    Attributes:
+        mode: one of `ROUNDING`. Stochastic rounding is for bfloat16; float16 is always rounded to
+            nearest.
+        seed: int32[], which random numbers are drawn.
+        step: int[], the number of the update. A skipped step does not move it.
+    """
+
+    mode: str
+    seed: Variable
+    step: Variable
+
+    def __call__(self, value: Tensor, dtype: str, place: int) -> Tensor:
+        """Round to `dtype`, with the random numbers of the variable with this number."""
+        if self.mode == "nearest" or dtype != "bfloat16":
+            return ops.cast(value, dtype)
+        seed, step = ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step)
+        return stochastic_round(value, random_bits(tuple(value.shape), seed, step, place))
+
+
+class Float32View(_backend.BaseView):
+    """A variable in half precision that reads as float32, and rounds what is assigned to it.
+
+    It has no memory of its own. Within `one_update` the assigned values stay in float32, and are
+    rounded once at the end.
+
+    Args:
+        variable: the variable.
+        rounding: how to round.
+        place: the number of the variable among those that are rounded in one step.
+    """
+
+    def __init__(self, variable: Variable, rounding: Rounding, place: int):
+        self.variable, self._rounding, self._place = variable, rounding, place
+        self._dtype, self._autocast = "float32", False
+
+    def __getattr__(self, name: str) -> Any:
+        """Name, path, shape, layout, constraint and so on are those of the variable."""
+        if name.startswith("__") or "variable" not in vars(self):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.variable, name)
+
+    @property
+    def value(self) -> Tensor:
+        """float32, what was assigned in this update or the variable's value."""
+        held = getattr(_in_update, "held", None) or {}
+        return held[id(self)][1] if id(self) in held else self.read()
+
+    def assign(self, value: Any) -> Tensor:
+        """Assign a value of the variable's shape; within `one_update`, at its end."""
+        value = ops.cast(value, "float32")
+        held = getattr(_in_update, "held", None)
+        if held is None:
+            self.write(value)
+        else:
+            held[id(self)] = (self, value)
+        return value
+
+    def read(self) -> Tensor:
+        """float32, the variable's value."""
+        return ops.cast(self.variable, "float32")
+
+    def write(self, value: Tensor) -> None:
+        """Round a float32 value into the variable."""
+        self.variable.assign(self._rounding(value, self.variable.dtype, self._place))
+
+
+class MasterView(Float32View):
+    """A variable in half precision whose updates add up in a float32 copy of it, the master.
+
+    Args:
+        variable: the variable.
+        master: float32 variable of the same shape.
+    """
+
+    def __init__(self, variable: Variable, master: Variable):
+        super().__init__(variable, Rounding("nearest", None, None), 0)
+        self.master = master
+
+    def read(self) -> Tensor:
+        """float32, the master, or the variable where that was assigned since by somebody else."""
+        weight = ops.convert_to_tensor(self.variable)
+        master = ops.convert_to_tensor(self.master)
+        in_step = ops.equal(ops.cast(master, self.variable.dtype), weight)
+        return ops.where(in_step, master, ops.cast(weight, "float32"))
+
+    def write(self, value: Tensor) -> None:
+        """Assign the master, and round it into the variable."""
+        self.master.assign(value)
+        super().write(value)
+
+
+@contextlib.contextmanager
+def one_update() -> Iterator[None]:
+    """Within, views keep what they are assigned in float32; at the end they round and write it.
+
+    If an exception is raised, nothing is written.
+    """
+    outer = getattr(_in_update, "held", None)
+    held: dict[int, tuple[Float32View, Tensor]] = {}
+    _in_update.held = held
+    try:
+        yield
+    finally:
+        _in_update.held = outer
+    for view, value in held.values():
+        view.write(value)

@@ -1,0 +1,326 @@
+"""Weights and slots in half precision: the update is float32's, and what is stored is its rounding.
+
+A float32 master holds the exact result of each update, so that with masters every optimizer must
+take bit for bit the way of one whose variables are float32.
+"""
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from keras import ops
+from oracle import BACKEND, MODES, Run, number
+
+import kmp
+from kmp.precision.rounding import random_bits, stochastic_round
+
+BFLOAT16 = ml_dtypes.bfloat16
+SHAPES = {"kernel": (6, 4), "bias": (4,)}
+STEPS = 5
+OPTIMIZERS = {
+    "sgd": lambda **kw: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, **kw),
+    "adam": lambda **kw: keras.optimizers.Adam(0.01, amsgrad=True, **kw),
+    "adamw": lambda **kw: keras.optimizers.AdamW(0.01, weight_decay=0.1, **kw),
+    "adamax": lambda **kw: keras.optimizers.Adamax(0.01, **kw),
+    "nadam": lambda **kw: keras.optimizers.Nadam(0.01, **kw),
+    "rmsprop": lambda **kw: keras.optimizers.RMSprop(0.01, momentum=0.9, centered=True, **kw),
+    "adagrad": lambda **kw: keras.optimizers.Adagrad(0.01, **kw),
+    "adadelta": lambda **kw: keras.optimizers.Adadelta(0.5, **kw),
+    "adafactor": lambda **kw: keras.optimizers.Adafactor(0.01, **kw),
+    "ftrl": lambda **kw: keras.optimizers.Ftrl(0.05, **kw),
+    "lion": lambda **kw: keras.optimizers.Lion(0.01, weight_decay=0.1, **kw),
+    "lamb": lambda **kw: keras.optimizers.Lamb(0.01, **kw),
+    "muon": lambda **kw: keras.optimizers.Muon(0.01, **kw),
+}
+FEATURES = {
+    "clipnorm": {"clipnorm": 0.5},
+    "global_clipnorm": {"global_clipnorm": 0.5},
+    "clipvalue": {"clipvalue": 0.2},
+    "weight decay": {"weight_decay": 0.05},
+    "average": {"use_ema": True, "ema_momentum": 0.9},
+    "overwriting average": {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 2},
+    "accumulation": {"gradient_accumulation_steps": 2},
+}
+
+
+def variables_of(dtype, shapes=SHAPES):
+    random = np.random.default_rng(0)
+    return [
+        keras.Variable(random.normal(size=shape).astype(BFLOAT16), dtype=dtype, name=name)
+        for name, shape in shapes.items()
+    ]
+
+
+def gradients_of(step, shapes=SHAPES):
+    random = np.random.default_rng(100 + step)
+    return [random.normal(size=shape).astype("float32") for shape in shapes.values()]
+
+
+def run_of(optimizer, dtype, mode="eager", **kwargs):
+    loss_scale = kwargs.pop("loss_scale", "none")
+    scaled = kmp.scaled(optimizer, loss_scale=loss_scale, **kwargs)
+    return Run(scaled, mode, variables_of(dtype))
+
+
+def values(variables):
+    return [ops.convert_to_numpy(ops.cast(v, "float32")) for v in variables]
+
+
+def masters_of(run):
+    return [v for v in run.inner.variables if v.name.endswith("_master")]
+
+
+def slots_of(run):
+    """All that the inner optimizer holds in the shape of a variable, by name."""
+    return {
+        v.name: v
+        for v in run.inner.variables
+        if tuple(v.shape) in SHAPES.values() and not v.name.endswith("_master")
+    }
+
+
+def assert_way_of_float32(make, mode="eager", steps=STEPS, rtol=0.0, **kwargs):
+    """Masters and slots are, bit for bit or nearly, the weights and slots of a float32 run."""
+
+    def assert_equal(a, b, name=""):
+        if rtol:
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-3 * rtol, err_msg=name)
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+    half = run_of(make(), "bfloat16", mode, master_weights=True, slot_dtype="float32", **kwargs)
+    full = run_of(make(), "float32", mode, **kwargs)
+    for step in range(steps):
+        half.step(gradients_of(step))
+        full.step(gradients_of(step))
+    for a, b in zip(values(masters_of(half)), values(full.variables), strict=True):
+        assert_equal(a, b)
+    for weight, master in zip(half.variables, masters_of(half), strict=True):
+        assert weight.dtype == "bfloat16"
+        rounded = ops.convert_to_numpy(master).astype(BFLOAT16)
+        np.testing.assert_array_equal(ops.convert_to_numpy(weight), rounded)
+    for (name, a), b in zip(slots_of(half).items(), slots_of(full).values(), strict=True):
+        assert_equal(*values([a, b]), name)
+
+
+# Keras's classes for PyTorch update in place, by products that round otherwise; XLA may contract a
+# product and a sum in one program and not in the other.
+NEARLY = 1e-4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_computes_in_float32(name):
+    in_place = BACKEND == "torch" and name not in ("ftrl", "adafactor", "lamb", "muon")
+    assert_way_of_float32(OPTIMIZERS[name], rtol=NEARLY if in_place else 0)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
+@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "muon"])
+def test_compiled_updates_are_close_to_float32(name, mode):
+    assert_way_of_float32(OPTIMIZERS[name], mode, rtol=NEARLY)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_compute_in_float32(feature):
+    def make():
+        return keras.optimizers.Lamb(0.01, **FEATURES[feature])
+
+    if feature == "overwriting average":
+        # The average is written into the weight, not into its master, which then gives way.
+        half = run_of(make(), "bfloat16", master_weights=True)
+        full = run_of(make(), "float32")
+        for step in range(4):
+            half.step(gradients_of(step))
+            full.step(gradients_of(step))
+        for a, b in zip(values(half.variables), values(full.variables), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2.0**-7, atol=2.0**-9)
+    else:
+        in_place = BACKEND == "torch" and feature == "weight decay"
+        assert_way_of_float32(make, rtol=NEARLY if in_place else 0)
+
+
+def test_schedules_and_counters_stay_exact():
+    """Beyond 256 steps bfloat16 cannot count."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.999)
+    assert_way_of_float32(lambda: keras.optimizers.Lamb(schedule), steps=300)
+
+
+def test_a_loss_scale_changes_nothing():
+    assert_way_of_float32(lambda: keras.optimizers.Ftrl(0.05), loss_scale="dynamic")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_one_step_is_the_rounding_of_float32(rounding, mode):
+    """Momentum without products of two rounded factors: each backend gives the same float32."""
+    make = lambda: keras.optimizers.SGD(0.5, momentum=0.5)  # noqa: E731  powers of two are exact
+    half = run_of(make(), "bfloat16", mode, rounding=rounding)
+    weights, momenta = values(half.variables), [np.zeros(s, "float32") for s in SHAPES.values()]
+    half.optimizer.rounding_seed.assign(9)
+    for step in range(STEPS):
+        gradients = [g.astype(BFLOAT16).astype("float32") for g in gradients_of(step)]
+        half.step(gradients)
+        for i, gradient in enumerate(gradients):
+            momentum = momenta[i] * np.float32(0.5) - gradient * np.float32(0.5)
+            weight = weights[i] + momentum
+            weights[i] = as_stored(weight, rounding, 9, step, i)
+            momenta[i] = as_stored(momentum, rounding, 9, step, i + len(SHAPES))
+    for a, b in zip(values(half.variables), weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(values(slots_of(half).values()), momenta, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def as_stored(x, rounding, seed, step, place):
+    if rounding == "nearest":
+        return x.astype(BFLOAT16).astype("float32")
+    rounded = stochastic_round(ops.convert_to_tensor(x), random_bits(x.shape, seed, step, place))
+    return ops.convert_to_numpy(ops.cast(rounded, "float32"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_skipped_step_moves_and_draws_nothing(mode):
+    def after(poisoned):
+        run = run_of(keras.optimizers.Adam(0.01), "bfloat16", mode, loss_scale=1024)
+        for step in range(STEPS):
+            if step in poisoned:
+                before = run.state()
+                bad = gradients_of(0)
+                bad[0][1, 2] = np.inf
+                run.step(bad)
+                for name, value in run.state().items():
+                    np.testing.assert_array_equal(value, before[name], err_msg=name)
+            run.step(gradients_of(step))
+        return run.state()
+
+    for (name, a), b in zip(after({1, 3}).items(), after(()).values(), strict=True):
+        if "steps" not in name:
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slot_dtype", "expected"),
+    [
+        ("bfloat16", None, "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float32", None, "float32"),
+        ("float16", None, "float32"),
+    ],
+)
+def test_slots_have_the_dtype_that_was_chosen(dtype, slot_dtype, expected):
+    optimizer = keras.optimizers.Adam(0.01, use_ema=True, gradient_accumulation_steps=2)
+    scaled = kmp.scaled(optimizer, loss_scale=1024, slot_dtype=slot_dtype)
+    run = Run(scaled, "eager", variables_of(dtype))
+    for step in range(2):
+        run.step(gradients_of(step))
+    for name, slot in slots_of(run).items():
+        keeps_sums = name.endswith(("_average", "_gradient_accumulator"))
+        assert slot.dtype == ("float32" if keeps_sums else expected), name
+    listed = [id(v) for v in scaled.variables]
+    assert len(listed) == len(set(listed))
+    assert all(type(v) is type(run.variables[0]) for v in scaled.variables)  # no view among them
+
+
+def test_float32_is_left_to_keras():
+    run = run_of(keras.optimizers.Adam(0.01), "float32")
+    assert not {"update_step", "_apply_weight_decay"} & set(vars(run.inner))
+    assert run.optimizer.rounding_seed is None
+
+
+def test_a_master_follows_weights_that_are_loaded():
+    run = run_of(keras.optimizers.SGD(0.5), "bfloat16", master_weights=True)
+    run.step(gradients_of(0))
+    run.variables[0].assign(np.full(SHAPES["kernel"], 3.0))
+    run.step([np.full(SHAPES["kernel"], 2.0**-8, "float32"), gradients_of(0)[1]])
+    np.testing.assert_array_equal(values(masters_of(run))[0], np.float32(3 - 2.0**-9))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"master_weights": True}, {"slot_dtype": "float32"}])
+def test_config_and_state_survive(kwargs, tmp_path):
+    run = run_of(keras.optimizers.Adam(0.01), "bfloat16", **kwargs)
+    run.step(gradients_of(0))
+    copy = kmp.LossScaleOptimizer.from_config(run.optimizer.get_config())
+    assert copy.half_memory == run.optimizer.half_memory
+    other = Run(copy, "eager", variables_of("bfloat16"))
+    store = {}
+    run.optimizer.rounding_seed.assign(5)
+    run.optimizer.save_own_variables(store)
+    copy.load_own_variables(store)
+    for mine, theirs in zip(run.inner.variables, copy.inner_optimizer.variables, strict=True):
+        theirs.assign(mine)
+    for mine, theirs in zip(run.variables, other.variables, strict=True):
+        theirs.assign(mine)
+    run.step(gradients_of(1))
+    other.step(gradients_of(1))
+    for a, b in zip(values(run.variables), values(other.variables), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert number(copy.rounding_seed) == 5
+
+
+def test_a_variable_that_is_excluded_does_not_decay():
+    def after(exclude):
+        inner = keras.optimizers.SGD(0.5, weight_decay=0.5)
+        variables = variables_of("bfloat16")
+        if exclude:
+            inner.exclude_from_weight_decay(var_list=variables[:1])
+        run = Run(kmp.scaled(inner, loss_scale="none"), "eager", variables)
+        run.step([np.zeros(s, "float32") for s in SHAPES.values()])
+        return values(run.variables)
+
+    start = values(variables_of("bfloat16"))
+    excluded, decayed = after(True), after(False)
+    np.testing.assert_array_equal(excluded[0], start[0])
+    assert np.all(excluded[1] != start[1]) and np.all(decayed[0] != start[0])
+
+
+def test_an_update_that_raises_leaves_nothing_behind():
+    class Failing(keras.optimizers.SGD):
+        fails = True
+
+        def update_step(self, gradient, variable, learning_rate):
+            super().update_step(gradient, variable, learning_rate)
+            if self.fails:
+                raise RuntimeError("planted")
+
+    run = run_of(Failing(0.5), "bfloat16")
+    before = run.state()
+    with pytest.raises(RuntimeError, match="planted"):
+        run.step(gradients_of(0))
+    for name, value in run.state().items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    run.inner.fails = False
+    run.step(gradients_of(0))
+    assert np.all(values(run.variables)[0] != before[run.variables[0].path].astype("float32"))
+
+
+def test_several_optimizers_in_one():
+    parts = keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Adam(0.01), {"kernel": keras.optimizers.Lion(0.01)}
+        )
+    )
+    run = run_of(parts, "bfloat16")
+    start = values(run.variables)
+    for step in range(3):
+        run.step(gradients_of(step))
+    for a, b in zip(values(run.variables), start, strict=True):
+        assert np.mean(a != b) > 0.9
+    assert {v.dtype for v in slots_of(run).values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "instead"),
+    [("rounding", "up", "'stochastic'"), ("slot_dtype", "float16", "'bfloat16'")],
+)
+def test_wrong_choices_say_what_to_write(argument, value, instead):
+    with pytest.raises(ValueError, match=f"(?s){argument}.*{value}.*{instead}"):
+        kmp.scaled("adam", **{argument: value})
+
+
+def test_an_optimizer_that_is_built_already_is_named():
+    variables = variables_of("bfloat16")
+    inner = keras.optimizers.Adam(0.01)
+    inner.build(variables)
+    with pytest.warns(kmp.PrecisionWarning, match="built before"):
+        kmp.scaled(inner, loss_scale="none").build(variables)
