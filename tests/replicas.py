@@ -27,10 +27,10 @@ def no_merge_call(strategy):
 class Run:
     """One variable and one optimizer under a strategy; feeds it gradients replica by replica."""
 
-    def __init__(self, strategy, make_optimizer, start=(1.0, 2.0), graph=True):
+    def __init__(self, strategy, make_optimizer, start=(1.0, 2.0), graph=True, dtype="float32"):
         self.strategy, self.graph = strategy, graph
         with strategy.scope():
-            self.variable = keras.Variable(np.array(start, "float32"), name="kernel")
+            self.variable = keras.Variable(np.array(start, "float32"), dtype=dtype, name="kernel")
             self.optimizer = make_optimizer()
             self.optimizer.build([self.variable])
         self.start = [v.numpy() for v in self.variables]

@@ -251,8 +251,9 @@ class GradientHealth(keras.callbacks.Callback):
 
     def _weights(self) -> dict[str, Weight]:
         """The trainable variables, by their paths."""
+        rarely = self._optimizer.moves_rarely
         return {
-            v.path: Weight(layer.path, layer.compute_dtype, v.dtype, len(v.shape) > 1)
+            v.path: Weight(layer.path, layer.compute_dtype, v.dtype, len(v.shape) > 1, rarely(v))
             for layer in layers_of(self._trained)
             for v in own_weights(layer)
         }

@@ -154,7 +154,7 @@ def _cause_of_standstill(evidence: Evidence, still: Still) -> tuple[str, str] | 
         return (
             f"they are stored in {dtype}, where the optimizer's updates round to nothing",
             f'Keep them in float32: the policy "mixed_{dtype}" computes in {dtype} and updates '
-            "in float32.",
+            "in float32. Or write kmp.scaled(..., master_weights=True).",
         )
     if rate < _SMALL_RATE:
         return f"the learning rate is {rate:.2g}", "Raise it: float32 rounds such updates away."

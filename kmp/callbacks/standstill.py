@@ -25,12 +25,16 @@ class Weight(NamedTuple):
         compute_dtype: what the layer computes in.
         dtype: what the variable is stored in.
         is_matrix: whether it has more than one axis.
+        moves_rarely: whether an update leaves most of its numbers as they are, and moves the
+            others by a whole unit in the last place: bfloat16 that is rounded at random, or half
+            precision beside a float32 master.
     """
 
     layer: str
     compute_dtype: str = "float32"
     dtype: str = "float32"
     is_matrix: bool = True
+    moves_rarely: bool = False
 
 
 class Still(NamedTuple):
@@ -74,7 +78,7 @@ class Standstill:
         if report.details is None or (skips and self._window == 1):
             return None  # the details may be those of a skipped step, which moves nothing
         watched = self._watched(report, weights)
-        paths = [path for path in watched if self._is_still(path, report, before)]
+        paths = [path for path in watched if self._is_still(path, weights[path], report, before)]
         arrived = report.grad_norm < _CONVERGED * self._largest_norm
         if arrived or not paths or 2 * len(paths) < len(watched):
             self._looks = 0
@@ -95,12 +99,15 @@ class Standstill:
         ]
         return [path for path in paths if weights[path].is_matrix] or paths
 
-    def _is_still(self, path: str, report: GradientReport, before: GradientReport | None) -> bool:
+    def _is_still(
+        self, path: str, weight: Weight, report: GradientReport, before: GradientReport | None
+    ) -> bool:
         if report.unmoved_share[path] < _UNMOVED:
             return False
-        # Most micro-batches move nothing: with accumulation the norm must be the same as well.
-        norm = (before.weight_norm if before else {}).get(path)
-        return self._window == 1 or norm == report.weight_norm[path]
+        if self._window == 1 and not weight.moves_rarely:
+            return True
+        # Most micro-batches, or most numbers, do not move: the norm must be the same as well.
+        return (before.weight_norm if before else {}).get(path) == report.weight_norm[path]
 
 
 def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[str]:

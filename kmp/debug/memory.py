@@ -29,7 +29,8 @@ class MemoryUse:
         parameters: all variables of the model, and in mixed precision the half copies of the
             float32 ones that the layers compute with.
         gradients: one for each trainable variable, in its dtype.
-        slots: what the optimizer keeps for each trainable variable, in its dtype.
+        slots: what the optimizer keeps for each trainable variable: in its dtype, or as
+            `kmp.scaled` was told, float32 masters included.
         activations: the outputs of all layers, in their dtypes, as if all were kept for the
             backward pass and nothing else.
         compiled: what XLA itself needs beside arguments and results for the forward and backward
@@ -150,12 +151,17 @@ def _rows_of(
     others = sum(_bytes(v.shape, v.dtype) for v in model.variables if id(v) not in kept)
     trained = sum(math.prod(v.shape) for v in model.trainable_variables)
     slots = _slots_of(model)
+    memory = getattr(getattr(model, "optimizer", None), "half_memory", None)
 
     def use(name: str, policy: str, parameter: int, number: int, xla: int | None) -> MemoryUse:
-        """A row, from the bytes of a parameter and of a gradient's or slot's number."""
+        """A row, from the bytes of a parameter and of a gradient's number."""
         parameters = parameter * numbers + others
-        held = activations[policy]
-        return MemoryUse(name, parameters, number * trained, number * slots, held, xla)
+        held, kept = activations[policy], number * slots
+        if memory is not None:
+            weight = "float32" if number == 4 else "bfloat16"
+            masters = 4 * trained if number == 2 and memory.master_weights else 0
+            kept = _bytes((slots,), memory.slot_of(weight)) + masters
+        return MemoryUse(name, parameters, number * trained, kept, held, xla)
 
     return (
         use("float32", "float32", 4, 4, compiled["float32"]),

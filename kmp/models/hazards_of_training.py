@@ -13,6 +13,8 @@ from kmp.models.hazards_of_layers import Hazards, package_of
 from kmp.models.heads import output_layers
 from kmp.models.optimizers import optimizers_of, scales_the_loss
 from kmp.precision.trees import HALF_DTYPES
+from kmp.scaling.float32_updates import HalfMemory
+from kmp.scaling.optimizer import LossScaleOptimizer
 
 # Optimizers that correct the bias of their second moment, and what a beta_2 of 1 makes of that.
 _CORRECTION = {
@@ -58,18 +60,30 @@ def float16_on_a_tpu(model: Any) -> Hazards:
 def half_weights(model: Any) -> Hazards:
     """Half weights that the optimizer cannot move.
 
-    Keras's optimizers compute in the dtype of the weights: there beta_2 may be 1, and a step is
-    lost that is shorter than half a unit in the last place of its weight.
+    Keras's optimizers compute in the dtype of the weights: there beta_2 may be 1. A step is lost
+    that is shorter than half a unit in the last place of its weight, unless kmp rounds at random or
+    keeps a master.
     """
     outer = getattr(model, "optimizer", None)
+    memory = _half_memory(outer)
     optimizer: Any = getattr(outer, "inner_optimizer", outer)
     name = type(optimizer).__name__
     if name not in _STEPS_OF_THE_RATE or package_of(optimizer) != "keras":
         return
     for dtype in HALF_DTYPES:
         half = [v for v in model.trainable_variables if v.dtype == dtype]
-        advice = f'Keep the weights in float32: build the model under "mixed_{dtype}".'
-        if half and name in _CORRECTION and _rounded(optimizer.beta_2, dtype) == 1:
+        if memory is not None and memory.moves_rarely(dtype):
+            continue
+        advice = (
+            f"Compile with kmp.scaled({name}, master_weights=True), or keep the weights in float32:"
+            f' build the model under "mixed_{dtype}".'
+        )
+        if (
+            half
+            and memory is None
+            and name in _CORRECTION
+            and _rounded(optimizer.beta_2, dtype) == 1
+        ):
             yield (
                 half[-1].path,
                 f"{len(half)} variables are in {dtype}, in which {name}'s beta_2="
@@ -86,6 +100,13 @@ def half_weights(model: Any) -> Hazards:
                     f"so large that a step of {name}, learning rate {rate:g}, is rounded away.",
                     advice,
                 )
+
+
+def _half_memory(optimizer: Any) -> HalfMemory | None:
+    """How an optimizer updates half weights in float32; None if it does not."""
+    is_kmps = isinstance(optimizer, LossScaleOptimizer)
+    wrapped_late = is_kmps and optimizer.built and optimizer.rounding_seed is None
+    return optimizer.half_memory if is_kmps and not wrapped_late else None
 
 
 def _rounded(number: float, dtype: str) -> float:

@@ -50,6 +50,14 @@ class HalfMemory:
             return self.slot_dtype
         return "float32" if dtype == "float16" else dtype
 
+    def moves_rarely(self, dtype: str) -> bool:
+        """Whether a small update moves few numbers of a variable, by a unit in the last place each.
+
+        So they arrive on average; they are lost where each number is rounded to nearest.
+        """
+        at_random = dtype == "bfloat16" and self.rounding == "stochastic"
+        return dtype in HALF_DTYPES and (at_random or self.master_weights)
+
     def concerns(self, variables: Sequence[Variable]) -> bool:
         """Whether any variable or slot will be in half precision."""
         dtypes = {v.dtype for v in variables}

@@ -90,6 +90,10 @@ class WrapsInner(BaseLossScaleOptimizer):
         """The wrapper's variables, without those of the inner optimizer."""
         return own_variables_of(self)
 
+    def moves_rarely(self, variable: Variable) -> bool:
+        """Whether most numbers of a variable stay in a small update; see `HalfMemory`."""
+        return self.rounding_seed is not None and self.half_memory.moves_rarely(variable.dtype)
+
     def build(self, var_list: Sequence[Variable]) -> None:
         # Keras's class builds the inner optimizer with tracking switched off, and so loses what
         # that tracks by assigning it: Nadam's product of momenta, which is then never carried on.

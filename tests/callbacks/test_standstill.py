@@ -35,16 +35,25 @@ def watched_run(optimizer, policy="float32", change=lambda model: None, noise=0.
 
 
 def test_weights_in_bfloat16_that_no_update_of_adam_moves():
-    found = watched_run(kmp.scaled("adam", "none", learning_rate=1e-4), "bfloat16").verdict
+    optimizer = kmp.scaled("adam", "none", rounding="nearest", learning_rate=1e-4)
+    found = watched_run(optimizer, "bfloat16").verdict
     assert found.state == "STALLED", str(found)
     assert "stored in bfloat16" in found.reason and "hidden/kernel" in found.reason
     assert 'the policy "mixed_bfloat16"' in found.advice
+    assert "master_weights=True" in found.advice
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-12])
 def test_a_learning_rate_of_nothing(rate):
     found = watched_run(kmp.scaled("sgd", learning_rate=rate)).verdict
     assert found.state == "STALLED" and f"the learning rate is {rate:g}" in found.reason
+
+
+@pytest.mark.parametrize("memory", [{}, {"master_weights": True}], ids=str)
+def test_a_learning_rate_of_nothing_in_bfloat16(memory):
+    optimizer = kmp.scaled("adam", "none", learning_rate=0.0, **memory)
+    found = watched_run(optimizer, "bfloat16").verdict
+    assert found.state == "STALLED" and "the learning rate is 0" in found.reason
 
 
 def test_a_schedule_that_ends_at_zero():
@@ -64,6 +73,14 @@ def freeze(*names):
 SOUND = {
     "adam": {"optimizer": lambda: kmp.scaled("adam")},
     "mixed_bfloat16": {"optimizer": lambda: kmp.scaled("adam"), "policy": "mixed_bfloat16"},
+    "bfloat16": {
+        "optimizer": lambda: kmp.scaled("adam", "none", learning_rate=1e-4),
+        "policy": "bfloat16",
+    },
+    "bfloat16 with masters": {
+        "optimizer": lambda: kmp.scaled("adam", "none", master_weights=True, learning_rate=1e-4),
+        "policy": "bfloat16",
+    },
     "frozen": {"optimizer": lambda: kmp.scaled("adam"), "change": freeze("hidden", "middle")},
     "accumulated": {"optimizer": lambda: kmp.scaled("sgd", gradient_accumulation_steps=4)},
     "converged": {"optimizer": lambda: kmp.scaled("sgd", learning_rate=0.05), "epochs": 8},

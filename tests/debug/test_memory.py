@@ -171,3 +171,22 @@ def test_without_shapes_a_batch_is_asked_for(model):
 def test_x_must_be_a_batch(x, message):
     with pytest.raises(ValueError, match=message):
         kmp.debug.memory_report(words_model(), 8, x)
+
+
+@pytest.mark.parametrize(
+    ("memory", "slots"),
+    [
+        ({}, (8, 8, 4)),
+        ({"slot_dtype": "bfloat16"}, (4, 4, 4)),
+        ({"slot_dtype": "float32"}, (8, 8, 8)),
+        ({"master_weights": True}, (8, 8, 8)),
+    ],
+    ids=str,
+)
+def test_slots_are_counted_as_they_were_chosen(memory, slots):
+    """Bytes a parameter of Adam's two slots, and of a master beside half weights."""
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32)])
+    model.compile(kmp.scaled("adam", "none", **memory), "mse")
+    parameters = 16 * 32 + 32
+    found = [row.slots / parameters for row in kmp.debug.memory_report(model, 4).rows]
+    assert found == list(slots)

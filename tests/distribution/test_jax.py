@@ -237,3 +237,39 @@ def test_real_numbers_stay_within_the_rounding_of_their_sums(name):
     bound = np.sqrt(FEATURES) * steps * a_step  # contraction is in the norm of a unit's weights
     np.testing.assert_allclose(weights[1], weights[0], rtol=0, atol=bound)
     assert np.abs(weights[0] - 1).max() > 1000 * bound  # it did train
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("memory", [{}, {"master_weights": True}], ids=str)
+def test_bfloat16_weights_are_rounded_as_on_one_device(name, memory):
+    """Each device draws the random numbers of the part of a variable that it holds."""
+
+    def trained():
+        optimizer = kmp.scaled(keras.optimizers.Lion(0.01), loss_scale=1024, **memory)
+        keras.config.set_dtype_policy("bfloat16")
+        try:
+            model = make_model(optimizer)
+        finally:
+            keras.config.set_dtype_policy("float32")
+        fit(model, poisoned_step=1, rows=[3], steps=4)
+        assert int(optimizer.skipped_steps) == 1
+        return model
+
+    alone = trained()
+    keras.distribution.set_distribution(DISTRIBUTIONS[name]())
+    model = trained()
+    if name == "model_parallel":
+        slots = [v for v in model.optimizer.inner_optimizer.variables if len(v.shape) > 1]
+        assert len(slots) == 4 if memory else 2
+        assert not any(v.value.sharding.is_fully_replicated for v in slots)
+    keras.distribution.set_distribution(None)
+    for a, b in zip(alone.weights, model.weights, strict=True):
+        assert a.dtype == b.dtype == "bfloat16"
+        np.testing.assert_array_equal(*numbers_as_float32([a, b]))
+    inner = (each.optimizer.inner_optimizer.variables for each in (alone, model))
+    for a, b in zip(*inner, strict=True):
+        np.testing.assert_array_equal(*numbers_as_float32([a, b]), err_msg=a.path)
+
+
+def numbers_as_float32(variables):
+    return [ops.convert_to_numpy(ops.cast(v, "float32")) for v in variables]
