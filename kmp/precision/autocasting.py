@@ -66,8 +66,8 @@ class autocast:
         self.enabled = bool(enabled)
         if self.policy.adapts:
             raise ValueError(
-                'A scope needs a policy with a compute dtype. Received: "autocast", the policy of '
-                "layers that take their dtype from the scope. Write for example "
+                'The policy of a scope says which dtype to compute in. Received: "autocast", the '
+                "policy of layers that take their dtype from a scope. Write for example "
                 'kmp.autocast("mixed_bfloat16").'
             )
 

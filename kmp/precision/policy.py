@@ -95,7 +95,7 @@ class Policy(keras.DTypePolicy):
         dtypes = {key: as_float_dtype(x) for key, x in dtypes.items() if x is not None}
         if param_dtype is not None and name is not None:
             raise ValueError(
-                "Give the dtype of the parameters as `name` or as `param_dtype`, not both. "
+                "Give the dtype of the parameters by `name` or by `param_dtype`, not both. "
                 f"Received: name={name!r}, param_dtype={param_dtype!r}. Write "
                 "kmp.Policy(param_dtype='float32', compute_dtype='float16')."
             )
@@ -152,7 +152,7 @@ class Policy(keras.DTypePolicy):
         """
         if self.adapts:
             raise ValueError(
-                'The policy "autocast" takes its output dtype from the scope. Received: '
+                'The policy "autocast" has the output dtype of the scope. Received: '
                 f'output_dtype={output_dtype!r}. Write kmp.autocast("p=f32,c=bf16,o=f32").'
             )
         return Policy(self._variable_dtype, self._compute_dtype, output_dtype)
