@@ -86,6 +86,7 @@ SLOW_FILES = {
     "test_resume.py",
     "test_saved_files.py",
     "test_standstill.py",
+    "test_threads.py",
     "test_together.py",
     "test_two_hosts.py",
 }

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import BACKEND
 from keras import ops
+from oracle import few
 from sklearn.datasets import load_digits
 
 import kmp
@@ -221,7 +222,7 @@ def fitted():
     return {}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, "graph", "jit"))
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_ends_where_fit_does(loop, mode, fitted):
     if mode not in fitted:
@@ -233,7 +234,7 @@ def test_a_loop_ends_where_fit_does(loop, mode, fitted):
         np.testing.assert_array_equal(received[path], value, err_msg=path)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, "graph", "jit"))
 def test_what_they_are_compared_with_did_skip_and_train(mode):
     model = by_fit(mode)
     optimizer = model.optimizer
