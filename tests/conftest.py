@@ -69,6 +69,7 @@ SLOW_FILES = {
     "test_keras_limits.py",
     "test_kinds.py",
     "test_learning_rate_finder.py",
+    "test_loss_tracker.py",
     "test_memory.py",
     "test_mirrored.py",
     "test_multi_worker.py",
@@ -86,6 +87,7 @@ SLOW_FILES = {
     "test_resume.py",
     "test_saved_files.py",
     "test_standstill.py",
+    "test_threads.py",
     "test_together.py",
     "test_two_hosts.py",
 }

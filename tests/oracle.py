@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 
 BACKEND = keras.backend.backend()
 MODES = {
@@ -10,6 +11,11 @@ MODES = {
     "torch": ["eager"],
 }[BACKEND]
 COMPILED_MODES = [mode for mode in MODES if mode != "eager"]
+
+
+def few(values, *kept):
+    """Parameters of a test: `make test` runs those in `kept`, `make test-all` the others too."""
+    return [x if x in kept else pytest.param(x, marks=pytest.mark.wide) for x in values]
 
 
 def compiled(function, mode):

@@ -15,6 +15,7 @@ from oracle import (
     Run,
     assert_close,
     assert_same,
+    few,
     number,
     random_gradients,
 )
@@ -61,22 +62,13 @@ OPTIMIZERS = {
 }
 
 
-# The others differ in their update alone; `make test` takes a plain one and the richest.
-WIDE = set(OPTIMIZERS) - {"momentum", "adam", "everything"}
-
-
-def wide_unless(few, value):
-    """A parameter that `make test` runs if it is one of the few."""
-    return value if few else pytest.param(value, marks=pytest.mark.wide)
-
-
 def restless(**kwargs):
     """A scale that moves on every second step."""
     return kmp.DynamicLossScale(initial_scale=1024, growth_interval=2, **kwargs)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [wide_unless(name not in WIDE, name) for name in OPTIMIZERS])
+@pytest.mark.parametrize("name", few(OPTIMIZERS, "momentum", "everything"))
 def test_scale_is_invisible_and_overflow_never_happened(name, mode):
     """Against the bare optimizer, which sees the finite steps alone; bit for bit, every slot.
 
@@ -179,6 +171,7 @@ FIT_MODES = {
     },
     "torch": {"eager": {}},
 }[BACKEND]
+FEW_FIT_MODES = few(FIT_MODES, "graph", "jit", "jit_4")
 
 
 def fit(optimizer, mode, layers, x, y, loss="mse", **kwargs):
@@ -198,17 +191,8 @@ def training_state(model):
     return {v.path: ops.convert_to_numpy(v.value) for v in variables}
 
 
-# Four steps in one execution are the same step four times: one optimizer, the richest, is enough.
-@pytest.mark.parametrize(
-    "name, mode",
-    [
-        pytest.param(name, mode, marks=pytest.mark.wide)
-        for name in ("momentum", "clipnorm")
-        for mode in FIT_MODES
-        if "_4" not in mode
-    ]
-    + [("everything", mode) for mode in FIT_MODES],
-)
+@pytest.mark.parametrize("mode", FEW_FIT_MODES)
+@pytest.mark.parametrize("name", few(["momentum", "clipnorm", "everything"], "everything"))
 def test_scale_is_invisible_in_fit(name, mode):
     """A power of two multiplies every number of the backward pass exactly.
 
@@ -257,8 +241,8 @@ def whole_training_state(finite, means, rule):
     }
 
 
-@pytest.mark.parametrize("mode", FIT_MODES)
-@pytest.mark.parametrize("seed", [wide_unless(seed == 0, seed) for seed in range(4)])
+@pytest.mark.parametrize("mode", few(FIT_MODES, "graph", "xla_4", "jit", "jit_4"))
+@pytest.mark.parametrize("seed", few(range(4), 0))
 def test_random_overflows_in_fit_equal_the_oracle(seed, mode):
     random = np.random.default_rng(seed)
     x = random.integers(-8, 8, (12, 4, 2)) / 8.0
@@ -316,7 +300,7 @@ def test_gradients_are_divided_by_the_scale_of_their_own_loss(mode):
 
 
 @pytest.mark.parametrize("mode", COMPILED_MODES or MODES)  # so many steps take long eagerly
-@pytest.mark.parametrize("min_scale", [1.0, 2.0**-126])
+@pytest.mark.parametrize("min_scale", few([1.0, 2.0**-126], 2.0**-126))
 def test_160_overflows_and_the_next_finite_step(mode, min_scale):
     rule = kmp.DynamicLossScale(min_scale=min_scale)
     run = Run(kmp.scaled("sgd", rule, learning_rate=0.1), mode)
@@ -470,8 +454,8 @@ def test_constraints_act_on_good_steps_alone(mode):
     np.testing.assert_array_equal(ops.convert_to_numpy(variable), [0.5, 0])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [wide_unless(False, "adam"), "everything"])
+@pytest.mark.parametrize("mode", few(MODES, "graph", "jit"))
+@pytest.mark.parametrize("name", few(["adam", "everything"], "everything"))
 def test_unmeasured_steps_end_in_the_same_weights(name, mode):
     def run(measure):
         optimizer = kmp.LossScaleOptimizer(
@@ -489,7 +473,7 @@ def test_unmeasured_steps_end_in_the_same_weights(name, mode):
     assert_same(with_health.state(), without.state())
 
 
-@pytest.mark.parametrize("mode", FIT_MODES)
+@pytest.mark.parametrize("mode", FEW_FIT_MODES)
 def test_pure_float16_trains(mode):
     """Half weights, half gradients, half loss: the scale alone is float32."""
     keras.config.set_dtype_policy("float16")

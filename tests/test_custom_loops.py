@@ -5,12 +5,14 @@ scale grows before it, backs off at it, and grows again.
 """
 
 import re
+import traceback
 
 import keras
 import numpy as np
 import pytest
 from conftest import BACKEND
 from keras import ops
+from oracle import few
 from sklearn.datasets import load_digits
 
 import kmp
@@ -220,7 +222,7 @@ def fitted():
     return {}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, "graph", "jit"))
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_ends_where_fit_does(loop, mode, fitted):
     if mode not in fitted:
@@ -232,7 +234,7 @@ def test_a_loop_ends_where_fit_does(loop, mode, fitted):
         np.testing.assert_array_equal(received[path], value, err_msg=path)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, "graph", "jit"))
 def test_what_they_are_compared_with_did_skip_and_train(mode):
     model = by_fit(mode)
     optimizer = model.optimizer
@@ -304,6 +306,24 @@ def test_the_update_is_right_after_overflows_in_a_compiled_loop(overflows):
     # The loss is not finite either. On JAX the optimizer is not told; where it is, no scale sinks.
     sunk = max(1024.0 / 2**overflows, 1.0) if BACKEND == "jax" else 1024.0
     assert float(optimizer.dynamic_scale) == sunk
+
+
+@pytest.mark.only("tensorflow")
+def test_autograph_does_not_rewrite_the_step(monkeypatch):
+    """It has nothing to convert there, and takes up to 15 seconds for it in a new process."""
+    stacks, blame = [], kmp.health.measure.blame
+
+    def spy(nonfinite):
+        stacks.append([frame.filename for frame in traceback.extract_stack()])
+        return blame(nonfinite)
+
+    monkeypatch.setattr(kmp.health.measure, "blame", spy)
+    optimizer, variable = kmp.scaled("sgd"), keras.Variable(np.float32(1.0))
+    optimizer.build([variable])
+    step_of(optimizer, variable)(tf.constant(0.25))
+    (files,) = stacks
+    assert any("__autograph_generated_file" in file for file in files)  # the loop was converted
+    assert files[-2].endswith("kmp/health/plan.py")  # which called `spy`
 
 
 def test_the_stateless_scale_is_the_one_in_the_given_state():

@@ -30,14 +30,15 @@ def blocks(text):
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def with_blocks(language):
-    return [
-        pytest.param(
-            name, [content for found, content in blocks(text) if found == language], id=name
-        )
-        for name, text in PAGES.items()
-        if any(found == language for found, _ in blocks(text))
-    ]
+def with_blocks(language, *kept):
+    """The pages with blocks in a language; `make test` runs those in `kept`, or all of them."""
+    pages = []
+    for name, text in PAGES.items():
+        found = [content for each, content in blocks(text) if each == language]
+        marks = [pytest.mark.wide] if kept and name not in kept else []
+        if found:
+            pages.append(pytest.param(name, found, id=name, marks=marks))
+    return pages
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -49,7 +50,7 @@ def test_blocks_are_of_a_kind_that_is_tested(name):
 
 
 @pytest.mark.filterwarnings("ignore:Step 1. gradient overflow")  # the scale is being found
-@pytest.mark.parametrize("name, python", with_blocks("python"))
+@pytest.mark.parametrize("name, python", with_blocks("python", "README.md", "docs/guide.md"))
 def test_python_runs(name, python, tmp_path, monkeypatch):
     """Block after block, in one namespace a page."""
     monkeypatch.chdir(tmp_path)

@@ -139,6 +139,8 @@ class Subject:
         else:
             self.build(window, growth_interval, hysteresis, on_overflow_of(setting))
         self.take_step = getattr(self, f"{BACKEND}_step")()
+        self.watched = self.watched_variables()
+        self.read = self.reader(keras.tree.flatten(self.watched))
 
     def build(self, window, growth_interval, hysteresis, on_overflow):
         self.weights = [keras.Variable(np.ones(s, "float32"), name=f"v{len(s)}") for s in SHAPES]
@@ -197,13 +199,21 @@ class Subject:
         with np.errstate(invalid="ignore"):
             self.take_step([ops.convert_to_tensor(g * scale) for g in gradients])
 
-    def on_each_replica(self, variable):
-        if self.replicas == 1:
-            return [ops.convert_to_numpy(variable)]
-        return [x.numpy() for x in self.strategy.experimental_local_results(variable.value)]
+    def reader(self, variables):
+        """A function that returns the variables' numbers for each replica."""
+        if BACKEND != "tensorflow":
+            return lambda: [[ops.convert_to_numpy(v) for v in variables]]
+        import tensorflow as tf
 
-    def states(self):
-        """The state as each replica has it."""
+        # In one program: reading them one by one takes longer than the steps.
+        values = [v.value for v in variables]
+        if self.replicas > 1:
+            values = [self.strategy.experimental_local_results(x) for x in values]
+        replicas = list(zip(*values, strict=True)) if self.replicas > 1 else [values]
+        read = tf.function(lambda: [[x.read_value() for x in each] for each in replicas])
+        return lambda: keras.tree.map_structure(lambda x: x.numpy(), read())
+
+    def watched_variables(self):
         optimizer = self.optimizer
         inner = optimizer.inner_optimizer
         variables = {
@@ -219,10 +229,14 @@ class Subject:
         }
         if inner.gradient_accumulation_steps:
             variables["accumulators"] = inner._accumulated_gradients
-        return [self.state_on(replica, variables) for replica in range(self.replicas)]
+        return variables
 
-    def state_on(self, replica, variables):
-        state = keras.tree.map_structure(lambda v: self.on_each_replica(v)[replica], variables)
+    def states(self):
+        """The state as each replica has it."""
+        return [self.named(numbers) for numbers in self.read()]
+
+    def named(self, numbers):
+        state = keras.tree.pack_sequence_as(self.watched, numbers)
         health = state.pop("health")
         for name in ("max_abs", "nonfinite", "overflow_steps"):
             state[name] = health[:, kmp.health.measure.COLUMNS.index(name)]

@@ -481,6 +481,7 @@ def run_on_jax(log_dir, *parts, block):
 
 
 @needs_jax
+@pytest.mark.slow
 def test_works_where_only_jax_is_installed(tmp_path):
     report, tensors = run_on_jax(tmp_path, WRITE, REPORT, ACCUMULATE, block=True)
     assert report == {"early": [], "asked": [], "imported": False}
@@ -494,12 +495,14 @@ def test_works_where_only_jax_is_installed(tmp_path):
 
 @needs_jax
 @needs_tensorflow
+@pytest.mark.slow
 def test_does_not_import_the_tensorflow_that_is_there(tmp_path):
     (report,) = run_on_jax(tmp_path, WRITE, REPORT, block=False)
     assert report == {"early": [], "asked": [], "imported": False}
 
 
 @needs_jax
+@pytest.mark.slow
 def test_the_watch_sees_a_writer_that_imports_tensorflow(tmp_path):
     (report,) = run_on_jax(tmp_path, WRITE_WITH_TENSORFLOW, REPORT, block=True)
     assert report["asked"][0] == "tensorflow"
@@ -547,6 +550,7 @@ def tensorboard_server(log_dir, load_fast):
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load_fast", ["auto", "false"])
 def test_tensorboard_shows_it(tmp_path, load_fast):
     for start in (0, 2):  # resumed

@@ -1,6 +1,10 @@
-"""What a type checker says of a user's code."""
+"""What type checkers say of a user's code."""
 
+import json
 import pathlib
+import shutil
+import subprocess
+import sys
 
 import pytest
 from mypy import api
@@ -30,25 +34,38 @@ TYPOS = [
 ]
 
 
-@pytest.fixture
-def errors(tmp_path, monkeypatch):
-    """A function that returns mypy's errors in a source."""
+PYRIGHT = shutil.which("pyright") or shutil.which("basedpyright")
+
+
+def errors_of_mypy(file, monkeypatch):
+    """The numbers of the lines in which mypy finds an error."""
     monkeypatch.setenv("MYPYPATH", str(ROOT))
+    settings = [f"--config-file={ROOT}/setup.cfg", f"--cache-dir={ROOT}/.mypy_cache"]
+    found, complaints, _ = api.run([*settings, str(file)])
+    assert not complaints, complaints
+    lines = [line for line in found.splitlines() if file.name in line and "error" in line]
+    return {int(line.split(f"{file.name}:")[1].split(":")[0]) for line in lines}
 
-    def check(source):
-        file = tmp_path / "program.py"
-        file.write_text(source)
-        settings = [f"--config-file={ROOT}/setup.cfg", f"--cache-dir={ROOT}/.mypy_cache"]
-        found, complaints, _ = api.run([*settings, str(file)])
-        assert not complaints, complaints
-        return [line for line in found.splitlines() if "program.py" in line and "error" in line]
 
-    return check
+def errors_of_pyright(file, monkeypatch):
+    """The numbers of the lines in which pyright finds an error."""
+    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "standard"}
+    (file.parent / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [PYRIGHT, "--outputjson", "--pythonpath", sys.executable, "-p", str(file.parent)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
+    errors = [x for x in found["generalDiagnostics"] if x["severity"] == "error"]
+    return {x["range"]["start"]["line"] + 1 for x in errors}
+
+
+without_pyright = pytest.mark.skipif(PYRIGHT is None, reason="pyright is not installed")
 
 
 @pytest.mark.only("tensorflow")
-def test_a_typo_is_an_error_and_sound_code_is_none(errors):
+@pytest.mark.parametrize(
+    "errors", [errors_of_mypy, pytest.param(errors_of_pyright, marks=without_pyright)]
+)
+def test_a_typo_is_an_error_and_sound_code_is_none(errors, tmp_path, monkeypatch):
+    file = tmp_path / "program.py"
+    file.write_text(SOUND + "\n".join(TYPOS) + "\n")
     lines = SOUND.count("\n")
-    found = errors(SOUND + "\n".join(TYPOS) + "\n")
-    reported = {int(line.split("program.py:")[1].split(":")[0]) for line in found}
-    assert reported == set(range(lines + 1, lines + len(TYPOS) + 1)), "\n".join(found)
+    assert errors(file, monkeypatch) == set(range(lines + 1, lines + len(TYPOS) + 1))

@@ -1,6 +1,6 @@
 """What calling a model changes in Keras's objects besides the values of variables.
 
-Each function names the private attributes that it reads or sets. Checked with Keras 3.15.1.
+Each function names the private attributes that it reads or sets.
 """
 
 from collections.abc import Callable

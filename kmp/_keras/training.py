@@ -1,6 +1,6 @@
 """What Keras's training loop keeps to itself: the average of the loss, counters, a layer's state.
 
-Each function names the private attributes that it reads or sets. Checked with Keras 3.15.1.
+Each function names the private attributes that it reads or sets.
 """
 
 import contextlib

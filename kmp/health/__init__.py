@@ -1,4 +1,4 @@
-"""Gradient health: what the compiled step measures, and how the host reads it."""
+"""Gradient health: statistics that the compiled step measures, and their report on the host."""
 
 from kmp.health.report import GradientReport, OverflowEvent
 

@@ -1,8 +1,8 @@
 """Expensive statistics (exponent histogram, update ratio), on a strided sample of each variable.
 
-All variables share one concatenation and one segment sum, so neither the compile time nor the
-number of kernels grows with their number. The sample is strided along each axis on its own: a
-flattened one would gather a sharded variable on every device.
+All variables share one concatenation and one segment sum, so that neither the compile time nor the
+number of kernels grows with the number of variables. The sample is strided along each axis: a
+sample of the flattened variable would gather a sharded variable on every device.
 """
 
 import math
@@ -16,9 +16,9 @@ from kmp import _backend
 from kmp._backend.types import Tensor
 from kmp.health.reduce import SMALL, Part
 
-SAMPLE_SIZE = SMALL  # numbers of a variable at most: a share of 0.1% is then four of them
-LOWEST, HIGHEST = -28, 16  # the exponents at the ends, where those beyond are counted too
-# Zeros, one bin an exponent, and what is not finite. `[2**e, 2**(e + 1))` of the scaled gradient.
+SAMPLE_SIZE = SMALL  # the most values sampled from a variable; 0.1% of them is four
+LOWEST, HIGHEST = -28, 16  # exponents of the outermost bins, which also count those beyond
+# One bin for zeros, one for each exponent e, counting `[2**e, 2**(e + 1))`, one for non-finite.
 BINS = HIGHEST - LOWEST + 3
 COLUMNS = ("weight_norm", "update_norm", "unmoved_share")
 WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE = range(len(COLUMNS))
@@ -27,9 +27,9 @@ _EXPONENT_BITS, _BIAS, _MANTISSA = 255, 127, 23
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """One stride an axis that leave at most `SAMPLE_SIZE` numbers, and more than an eighth of it.
+    """One stride per axis, leaving at most `SAMPLE_SIZE` values, but more than an eighth of that.
 
-    They are odd: a stride of 64 over 512 columns would see eight columns alone.
+    Strides are odd: a stride of 64 over 512 columns would only ever see eight columns.
 
     Example:
 
@@ -44,7 +44,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def sample_size(shape: Sequence[int]) -> int:
-    """How many numbers of a variable of this shape are sampled."""
+    """How many values are sampled from a variable of this shape."""
     return math.prod(_left(shape, strides_of(shape)))
 
 
@@ -53,12 +53,12 @@ def _left(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def size_before(shapes: Sequence[Sequence[int]]) -> int:
-    """How many numbers `sample` takes of variables of these shapes."""
+    """The length of the result of `sample` for variables of these shapes."""
     return 2 * sum(map(sample_size, shapes))
 
 
 def layout(parts: Sequence[Part], number: int) -> list[int]:
-    """The order in which a sample of gradients holds the variables, `number` of them."""
+    """The order of the variables in a sample: those in `parts`, then the rest of `number`."""
     order = [i for part in parts for i in part.members]
     return order + sorted(set(range(number)) - set(order))
 
@@ -67,13 +67,13 @@ def sample(parts: Sequence[Part], weights: Sequence[Tensor], target: str = "host
     """Sample gradients and weights.
 
     Args:
-        parts: the gradients.
+        parts: the gradients, from `kmp.health.reduce.gather`.
         weights: the value of each variable.
-        target: what it is compiled for, from `_backend.per_target`.
+        target: the platform that this is compiled for, from `_backend.per_target`.
 
     Returns:
-        float32[2 * n]: samples of the gradients in the order of `layout`, then of the weights.
-        A variable that has no gradient gives zeros.
+        float32[2 * n]: samples of the gradients in the order of `layout`, then of the weights in
+        the same order. For a variable without a gradient, the former are zeros.
     """
     samples = []
     for part in parts:
@@ -81,7 +81,7 @@ def sample(parts: Sequence[Part], weights: Sequence[Tensor], target: str = "host
         of_each = part.values
         if not part.stacked:
             of_each = _backend.gradient_sample(part.values, strides_of(shape), target)
-        # (The number of a sparse gradient's rows is known at run time alone.)
+        # A sparse gradient's number of rows is only known at run time.
         samples.append(ops.reshape(of_each, (len(part.members) * sample_size(shape),)))
     order = layout(parts, len(weights))
     absent = order[sum(len(part.members) for part in parts) :]
@@ -91,7 +91,7 @@ def sample(parts: Sequence[Part], weights: Sequence[Tensor], target: str = "host
 
 
 def sample_weights(weights: Sequence[Tensor], order: Sequence[int], target: str = "host") -> Tensor:
-    """float32[n]: the samples of the weights, in this order."""
+    """Sample weights: float32[n], with the variables in this order."""
     return _together(_sampled(weights, order, target))
 
 
@@ -101,23 +101,23 @@ def _sampled(weights: Sequence[Tensor], order: Sequence[int], target: str) -> li
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:
-    return ops.cast(ops.concatenate(samples), "float32")  # of whatever they are promoted to
+    return ops.cast(ops.concatenate(samples), "float32")
 
 
 def measure_sample(
     before: Tensor, after: Tensor, shapes: Sequence[Sequence[int]], order: Sequence[int]
 ) -> Tensor:
-    """Measure gradients, weights and their update.
+    """Measure gradients, weights and updates on their samples.
 
     Args:
-        before: float32[2 * n], from `sample` before the update, of the scaled gradients.
-        after: float32[n], from `sample_weights` after it.
+        before: float32[2 * n], from `sample`: the scaled gradients, and weights before the update.
+        after: float32[n], from `sample_weights`, after the update.
         shapes: the shape of each variable.
-        order: the order of the samples.
+        order: the order of the variables in the samples.
 
     Returns:
-        float32[num_variables, 3 + 47]: `COLUMNS`, then the counts of zeros, of each exponent of
-        the gradient and of what is not finite. Norms are estimates of the whole variable's.
+        float32[num_variables, 3 + 47]: `COLUMNS`, then the gradient's histogram: zeros, each
+        exponent, non-finite values. Norms are estimates for the whole variable.
     """
     sizes = [sample_size(shape) for shape in shapes]
     gradient, weights = before[: sum(sizes)], before[sum(sizes) :]
@@ -144,9 +144,9 @@ def measure_sample(
 
 
 def _chosen(number: Tensor, options: Sequence[Any]) -> Tensor:
-    """The option that each number says, the last one beyond.
+    """`options[number]` elementwise; the last option for numbers beyond it.
 
-    Of a concatenation of few operands XLA's CPU compiler makes twice as much code.
+    XLA's CPU compiler makes twice as much code from a concatenation of these few operands.
     """
     chosen = options[-1]
     for i, option in reversed(list(enumerate(options[:-1]))):
@@ -155,7 +155,7 @@ def _chosen(number: Tensor, options: Sequence[Any]) -> Tensor:
 
 
 def _bin(values: Tensor) -> Tensor:
-    """int32[n]: the bin of each number, read off its bits: exact, and without a logarithm."""
+    """int32[n]: the bin of each value, read from its bits: exact, without a logarithm."""
     bits = ops.right_shift(ops.view(values, "int32"), _MANTISSA)
     exponent = ops.bitwise_and(bits, _EXPONENT_BITS) - _BIAS
     inner = ops.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1

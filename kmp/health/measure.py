@@ -1,8 +1,8 @@
-"""Gradient health: what the compiled step measures.
+"""Measure gradients in the compiled step.
 
-The measurements are float32 matrices in optimizer variables: `gradient_health` with a row for each
-trainable variable, `overflow_events` with one for each of the last overflows. The step overwrites
-them; nothing leaves the device until somebody asks. `kmp.report` reads them on the host.
+The measurements are float32 matrices in optimizer variables: `gradient_health` has a row for each
+trainable variable, `overflow_events` one for each of the last overflows. The step overwrites them;
+they stay on the device until `kmp.health.report` reads them.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from kmp import _backend
 from kmp._backend.types import Tensor
 from kmp.health.reduce import Columns, Part, in_rows, reduce_parts, values_of
 
-# Levels of the last measured step first, then what is counted in every step. Levels are in true
-# units (after division by the loss scale) and over finite values, so that one inf hides nothing.
+# First the levels of the last measured step, then what every step counts. Levels are in true units
+# (after division by the loss scale) and over finite values only, so that one inf hides nothing.
 COLUMNS = ("l2_norm", "max_abs", "zero_share", "nonfinite", "overflow_steps")
 L2_NORM, MAX_ABS, ZERO_SHARE, NONFINITE, OVERFLOW_STEPS = range(len(COLUMNS))
 
-# One row an overflow, the last one first; rows of zeros where there were fewer.
+# One row per overflow, the latest first; zeros while there have been fewer.
 EVENT_COLUMNS = ("step", "loss_scale", "first_variable", "num_variables", "loss_finite")
 NUM_EVENTS = 16
 
-# Levels are measured in each of the first steps, in which the scale is being found, in every
-# overflowing step, and from then on at an interval: a callback's, or this one.
+# Levels are measured in each of the first steps, while the loss scale settles, in every
+# overflowing step, and otherwise at an interval: that of a callback, or this one.
 FIRST_STEPS = 100
 INTERVAL = 100
 
@@ -35,9 +35,9 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
 
     Args:
         parts: the gradients, already divided by the loss scale, from `kmp.health.reduce.gather`.
-            Where there is none the row is of zeros.
-        sizes: for each variable its number of elements, what a sparse gradient's share is of.
-        together: whether large gradients go together too, as `kmp._reduction` says.
+            A variable without a gradient gets a row of zeros.
+        sizes: each variable's number of elements, of which a sparse gradient holds only a part.
+        together: whether to stack large gradients of one shape, see `reduce_parts`.
 
     Returns:
         float32[num_variables, 4]: the columns `l2_norm`, `max_abs`, `zero_share`, `nonfinite`.
@@ -53,7 +53,7 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
     def look(values: Tensor) -> Columns:
         if keras.backend.standardize_dtype(values.dtype) != "float64":
             values = ops.cast(values, "float32")
-        finite = ops.isfinite(values)  # before a finite number may leave float32
+        finite = ops.isfinite(values)  # before the cast: a finite float64 may be inf in float32
         clean = ops.cast(ops.where(finite, values, 0.0), "float32")
         nonzero, nonfinite = ops.not_equal(values, 0.0), ops.logical_not(finite)
         counted = (ops.cast(x, "int32") for x in (nonzero, nonfinite))
@@ -72,12 +72,11 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
 
 
 def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False) -> Tensor:
-    """Find gradients in which something is not finite.
+    """Find the gradients that hold inf or NaN.
 
     Returns:
-        float32[number], above 0 for those; 0 where there is no gradient.
+        float32[number], above 0 for those gradients; 0 for a variable without a gradient.
     """
-
     if not parts:
         return ops.zeros((number,), "float32")
     if not _backend.inside_xla():
@@ -87,7 +86,7 @@ def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False
         return in_rows(ops.cast(ops.logical_not(finite), "float32"), order, number)
 
     def look(values: Tensor) -> Columns:
-        # Two columns, and both in use, for the sake of `_backend.reduce_columns` on CPUs.
+        # `_backend.reduce_columns` needs two columns on CPUs, and both must be used.
         nonfinite = ops.cast(ops.logical_not(ops.isfinite(values)), "int32")
         return nonfinite, nonfinite
 
@@ -98,16 +97,16 @@ def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False
 
 
 def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
-    """Tell how many variables have numbers that are not finite, and which to blame.
+    """Count the variables with a non-finite gradient, and find the one to blame.
 
-    That is the last in the model's order: its gradient came first, and inf flows backwards from
-    there.
+    That is the last of them in the model's order: the backward pass computes its gradient first,
+    and inf and NaN spread from there to the variables before it.
 
     Args:
-        nonfinite: float32[num_variables], above 0 if something was not finite in a step.
+        nonfinite: float32[num_variables], above 0 if the gradient was not finite in a step.
 
     Returns:
-        int32[], how many; int32[], the index of the last, or 0.
+        int32[], how many; int32[], the index of the last one, 0 if there is none.
     """
     bad = nonfinite > 0
     places = ops.where(bad, ops.arange(bad.shape[0], dtype="int32"), 0)
@@ -115,19 +114,19 @@ def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
-    """Join a step's measurements with the counters so far.
+    """Update the matrix of measurements with a step's levels and counts.
 
     Args:
         levels: float32[num_variables, 4], from `measure`, of this step or an earlier one; of this
-            one if anything is not finite.
-        nonfinite: float32[num_variables], above 0 if something was not finite in this step.
+            step if any gradient is not finite.
+        nonfinite: float32[num_variables], above 0 if the gradient was not finite in this step.
         previous: float32[num_variables, 5], the matrix before the step.
 
     Returns:
-        float32[num_variables, 5], the matrix after the step. Counters are exact up to 2**24 steps.
+        float32[num_variables, 5], the matrix after the step. Counts are exact up to 2**24 steps.
     """
     overflowed = ops.cast(nonfinite > 0, "float32")
-    # (float8's scales have no levels.)
+    # At least 1, because a float8 scale has no levels.
     nonfinite = overflowed * ops.maximum(levels[:, NONFINITE], 1.0)
     counts = [nonfinite, previous[:, OVERFLOW_STEPS] + overflowed]
     return ops.concatenate([levels[:, :NONFINITE], ops.stack(counts, axis=1)], axis=1)
@@ -136,14 +135,14 @@ def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
 def add_event(
     events: Tensor, step: Tensor, scale: Tensor, blamed: Sequence[Tensor], loss_finite: Tensor
 ) -> Tensor:
-    """Put this step in front of the overflows so far if it is one, and forget the oldest.
+    """If this step overflowed, add it in front of the past overflows and drop the oldest.
 
     Args:
         events: float32[16, 5], columns as in `EVENT_COLUMNS`.
         step: int32[], the number of this step, counted from 1.
-        scale: float32[], the scale that its loss was multiplied with.
-        blamed: what `blame` says of it.
-        loss_finite: bool[], False where the loss is known not to be finite.
+        scale: float32[], the scale that its loss was multiplied by.
+        blamed: what `blame` returned for this step.
+        loss_finite: bool[], False if the loss is known not to be finite.
 
     Returns:
         float32[16, 5]. Step numbers are exact up to 2**24.
@@ -155,11 +154,11 @@ def add_event(
 
 
 def mark_loss(events: Tensor, nonfinite: Tensor) -> Tensor:
-    """Note for the last overflow that its loss was not finite.
+    """Record that the loss of the latest overflow was not finite, if `nonfinite`.
 
     Args:
         events: float32[16, 5], columns as in `EVENT_COLUMNS`.
-        nonfinite: bool[], whether to.
+        nonfinite: bool[]; if False, the events are returned unchanged.
 
     Returns:
         float32[16, 5].
@@ -170,12 +169,12 @@ def mark_loss(events: Tensor, nonfinite: Tensor) -> Tensor:
 
 
 def due(step: Tensor, sampling: Tensor) -> Tensor:
-    """Tell whether to measure this step, as far as that does not depend on its gradients.
+    """Tell whether to measure this step, leaving aside whether its gradients overflow.
 
     Args:
         step: int32[], counted from 1.
-        sampling: int32[4]: sample each so many steps (0: each 100), and in this one too; what
-            `sampled` noted.
+        sampling: int32[4]: the interval in steps (0: every 100), one further step to measure, and
+            the last steps with levels and with details, from `sampled`.
 
     Returns:
         bool[2]: whether to measure the levels, whether to measure the details.
@@ -186,6 +185,6 @@ def due(step: Tensor, sampling: Tensor) -> Tensor:
 
 
 def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:
-    """int32[4]: `sampling` with this step noted as the last with levels, with details, if so."""
+    """int32[4]: `sampling` with this step as the last with levels, or with details, if it is."""
     last = [ops.where(levels, step, sampling[2]), ops.where(details, step, sampling[3])]
     return ops.concatenate([sampling[:2], ops.stack(last)])

@@ -1,8 +1,8 @@
-"""What a step looks at in its gradients, planned once when the optimizer is built.
+"""What a step measures of its gradients, planned once when the optimizer is built.
 
-The plan knows variables and settings, and no device. How a device measures best is decided where
-the step is compiled for it: `_backend.per_target` hands the name of the target to the functions
-here, and `_WAYS` has one line for each.
+The plan depends on variables and settings, not on the device. How to measure on a device is decided
+when the step is compiled for it: `_backend.per_target` passes the name of the target to the
+functions here, and `_WAYS` has an entry for each target.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from kmp._backend.types import Gradient, Tensor
 from kmp.health import details, measure
 from kmp.health.reduce import Part, gather
 
-# Divides the gradients in parts by the loss scale that the tensors after them hold.
+# Divides the gradients by the loss scale, which the second argument holds.
 Divide = Callable[[Sequence[Part], Sequence[Tensor]], list[Part]]
 
 
@@ -25,10 +25,10 @@ class _Way(NamedTuple):
     """How a target measures gradients.
 
     Attributes:
-        with_the_check: for small and large gradients, whether their levels are measured in every
-            step, in the pass that looks for numbers that are not finite.
+        with_the_check: for small and for large gradients, whether every step measures their
+            levels in the same pass that looks for inf and NaN.
         together: whether large gradients of one shape are reduced as a stack.
-        branches: whether a conditional, which stalls an accelerator, saves time.
+        branches: whether to use conditionals. They save work, but stall an accelerator.
     """
 
     with_the_check: tuple[bool, bool]
@@ -40,7 +40,7 @@ _WAYS = {
     # XLA fuses a stack into its reduction on GPUs; elsewhere it writes the stack to memory.
     "gpu": _Way(with_the_check=(True, True), together=True, branches=False),
     "tpu": _Way(with_the_check=(True, True), together=False, branches=False),
-    # To compile one more reduction takes longer than small gradients ever cost.
+    # Compiling one more reduction would take longer than measuring small gradients ever does.
     "cpu": _Way(with_the_check=(True, False), together=False, branches=True),
     "host": _Way(with_the_check=(False, False), together=False, branches=True),  # outside XLA
 }
@@ -50,9 +50,9 @@ class Kind(NamedTuple):
     """How the gradient of a variable is unscaled.
 
     Attributes:
-        dtype: what it is cast to afterwards, or None.
-        overwrites: whether it is no gradient but the variable's next value, as float8's scales
-            are. It is never scaled.
+        dtype: the dtype that it is cast to afterwards, or None.
+        overwrites: whether it is not a gradient but the variable's next value, as for float8's
+            scales. Such a value is never scaled.
     """
 
     dtype: str | None = None
@@ -60,15 +60,15 @@ class Kind(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a step knows of its gradients before it writes anything.
+    """What a step knows about its gradients before it writes anything.
 
     Attributes:
         finite: bool[], whether all gradients are finite.
-        loss_finite: bool[], False where the loss is known not to be finite.
+        loss_finite: bool[], False if the loss is known not to be finite.
         nonfinite: float32[num_variables], above 0 where a gradient is not finite.
         blamed: int32[] and int32[], from `measure.blame`.
         due_levels: bool[], whether this step measures levels; None if nothing is measured.
-        due_details: bool[], whether it measures details; None likewise.
+        due_details: bool[], whether this step measures details; None if nothing is measured.
         levels: float32[num_variables, 4], from `measure.measure`, possibly of an earlier step.
         max_abs: float32[], the largest true gradient, if the plan asks for it.
         sample: float32[2 * n], from `details.sample`, if details are measured.
@@ -89,15 +89,15 @@ class Look(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeasurePlan:
-    """What is measured of the gradients of some variables.
+    """What to measure of the gradients of an optimizer's variables.
 
     Attributes:
         shapes: the shape of each variable.
-        kinds: how each gradient is unscaled. Only those of one kind are stacked.
-        sharded: whether each variable is split over devices. Its gradient is reduced where it
-            lies, on its own: a stack would move it.
+        kinds: how each gradient is unscaled. Only gradients of one kind are stacked.
+        sharded: whether each variable is split over devices. The gradient of such a variable is
+            reduced by itself, because stacking would move it.
         levels: whether the levels of all gradients are measured.
-        max_abs: whether the loss-scaling rule reads the largest gradient of every step.
+        max_abs: whether the loss-scaling rule needs the largest gradient of every step.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -108,11 +108,11 @@ class MeasurePlan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many numbers each variable has."""
+        """Each variable's number of elements."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     def gather(self, gradients: Sequence[Gradient]) -> list[Part]:
-        """Stack the small gradients that may be measured together.
+        """Stack the small gradients that can be measured together.
 
         Args:
             gradients: one for each variable, or None.
@@ -120,14 +120,14 @@ class MeasurePlan:
         return gather(gradients, self.sizes, self.kinds, self.sharded)
 
     def of_gradients(self, table: Tensor) -> Tensor:
-        """Return `[num_variables, ...]` with zeros in the rows of what is no gradient."""
+        """Return `[num_variables, ...]` with zeros in the rows of values that are not gradients."""
         overwrites = [kind.overwrites for kind in self.kinds]
         if not any(overwrites):
             return table
         return ops.where(ops.convert_to_tensor(overwrites)[:, None], 0.0, table)
 
     def is_checked_with_levels(self, part: Part, way: _Way) -> bool:
-        """Tell whether the levels of a part are measured in every step."""
+        """Tell whether every step measures the levels of a part."""
         small, large = way.with_the_check
         return self.max_abs or (self.levels and (small if part.stacked else large))
 
@@ -147,11 +147,11 @@ def look(
         plan: the optimizer's plan.
         parts: the gradients, from `plan.gather`.
         divide: divides parts by the loss scale.
-        scale: what `divide` takes with them.
+        scale: the loss scale, as `divide` takes it.
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-        due: bool[2], whether this step measures levels and details as far as that does not depend
-            on its gradients; None if nothing is measured.
-        previous: float32[num_variables, 4], the levels so far.
+        due: bool[2], from `measure.due`, whether to measure levels and details; None if nothing is
+            measured.
+        previous: float32[num_variables, 4], the levels of the last measured step.
     """
     nonfinite, levels = _check(plan, parts, divide, scale)
     blamed = measure.blame(nonfinite)
@@ -161,8 +161,8 @@ def look(
         largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
     if flags is None:
         return Look(finite, loss_finite, nonfinite, blamed, max_abs=largest)
-    # The levels of a step that overflows are always measured. (These are operators because PyTorch
-    # has the flags on the host.)
+    # An overflowing step always measures its levels. (Operators rather than ops, because on PyTorch
+    # the flags are on the host.)
     due_levels, due_details = flags[0] | ~finite, flags[1]
     levels = _complete(plan, parts, divide, scale, due_levels, levels, previous)
     return Look(finite, loss_finite, nonfinite, blamed, due_levels, due_details, levels, largest)
@@ -171,7 +171,7 @@ def look(
 def _check(
     plan: MeasurePlan, parts: Sequence[Part], divide: Divide, scale: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """float32[n] and float32[n, 4]: what is not finite, and the levels that come with the check."""
+    """float32[n] and float32[n, 4]: non-finite gradients, and levels measured in the same pass."""
     number = len(plan.sizes)
 
     def check(target: str, *tensors: Any) -> Sequence[Tensor]:
@@ -214,7 +214,7 @@ def _complete(
         def all_levels() -> Tensor:
             if not others:
                 return plan.of_gradients(levels)
-            # Divided in here: what stands outside a branch would be written in every step.
+            # Divide inside the branch: outside, every step would write the quotients to memory.
             true = divide(others, tensors[: len(scale)])
             return plan.of_gradients(levels + measure.measure(true, plan.sizes))
 
@@ -230,13 +230,16 @@ def _complete(
 def take_sample(
     plan: MeasurePlan, seen: Look, parts: Sequence[Part], weights: Sequence[Tensor]
 ) -> Look:
-    """Add samples of the scaled gradients and of the weights before the update, if they are due.
+    """Sample the scaled gradients, and the weights before the update, if details are due.
 
     Args:
         plan: the optimizer's plan.
-        seen: what `look` returned, with what is due.
+        seen: what `look` returned, including what is due.
         parts: the scaled gradients, from `plan.gather`.
-        weights: the present value of each variable.
+        weights: the current value of each variable.
+
+    Returns:
+        `seen` with the sample; zeros if details are not due.
     """
     number = details.size_before(plan.shapes)
 
@@ -251,8 +254,7 @@ def take_sample(
 
     values = [part.values for part in parts]
     (before,) = _backend.per_target(sample, [(number,)], seen.due_details, *values, *weights)
-    # Otherwise XLA may update the weights first, and would keep a copy of all of them for the
-    # sample.
+    # Otherwise XLA may update the weights first, and keep a copy of all of them for the sample.
     finite = _backend.after(seen.finite, before)
     return seen._replace(
         finite=finite, sample=before, order=details.layout(parts, len(plan.shapes))

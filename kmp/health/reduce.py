@@ -1,7 +1,7 @@
-"""Every gradient reduced to a few numbers, in as few kernels as all of them together allow.
+"""Reduce every gradient to a few numbers, in as few kernels as possible.
 
-The compile time and the number of kernels would else grow with the number of variables: XLA starts
-one reduction or two for each.
+XLA runs one or two reductions per gradient, so compile time and number of kernels would otherwise
+grow with the number of variables.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,21 +13,21 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor
 
-Columns = tuple[Tensor, ...]  # the second is reduced by its maximum, others by sums
+Columns = tuple[Tensor, ...]  # the second is reduced by its maximum, the others are summed
 
-SMALL = 4096  # numbers: gradients up to here that are of one size go together everywhere
-_OPERANDS = 64  # at most: XLA fuses no more than some 90 of them into one kernel
+SMALL = 4096  # gradients of at most this many values are stacked with others of their size
+_OPERANDS = 64  # the most that are stacked; XLA fuses no more than about 90 into one kernel
 
 
 class Part(NamedTuple):
-    """Some of the gradients: small ones that are alike, or a large one.
+    """A stack of small gradients of one size, or a single gradient.
 
     Attributes:
-        values: [num_members, size] of small gradients; else the gradient itself.
-        members: the rows of the variables that they belong to.
-        stacked: whether they are small ones.
-        kind: what `gather` was told of them.
-        is_dense: whether `values` is a tensor, and no `tf.IndexedSlices`.
+        values: `[num_members, size]` if stacked; else the gradient itself.
+        members: the indices of the variables that the gradients belong to.
+        stacked: whether it is a stack.
+        kind: their entry in the `kinds` of `gather`.
+        is_dense: whether `values` is a tensor rather than `tf.IndexedSlices`.
     """
 
     values: Gradient
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def values_of(part: Part) -> Tensor:
-    """The numbers of a part; rows of a sparse gradient that share an index are summed."""
+    """The values of a part; rows of a sparse gradient with the same index are summed."""
     return part.values if part.is_dense else _backend.gradient_rows(part.values)
 
 
@@ -48,16 +48,16 @@ def gather(
     kinds: Sequence[Hashable] = (),
     alone: Sequence[bool] = (),
 ) -> list[Part]:
-    """Stack the small gradients that are of one size, dtype and kind; leave the others as they are.
+    """Stack small gradients of the same size, dtype and kind; leave the others as they are.
 
     Args:
-        gradients: for each variable its gradient, or None, which is in no part.
-        sizes: for each variable its number of elements.
-        kinds: for each variable what it must have in common with others; nothing if left out.
-        alone: for each variable whether it is kept out of the stacks; none is if left out.
+        gradients: one for each variable; None is left out.
+        sizes: each variable's number of elements.
+        kinds: a label for each variable; only gradients with equal labels are stacked.
+        alone: for each variable, whether it must not be stacked.
 
     Returns:
-        The stacks, then the rest in the order of the variables.
+        The stacks, then the single gradients in the order of the variables.
     """
     small: dict[Any, list[int]] = {}
     parts, large = [], []
@@ -66,7 +66,7 @@ def gather(
     for i, (x, size, kind) in enumerate(zip(gradients, sizes, kinds, strict=True)):
         if x is None or size == 0:
             continue
-        # How many rows a sparse one has is known at run time.
+        # A sparse gradient's number of rows is only known at run time.
         if size <= SMALL and not alone[i] and dense[i]:
             small.setdefault((size, str(x.dtype), kind), []).append(i)
         else:
@@ -90,13 +90,13 @@ def reduce_parts(
     Args:
         look: maps a tensor to a tuple of tensors of the same shape; must map 0 to 0 (padding). The
             second of them is reduced by its maximum, the others are summed.
-        join: maps the reduced tensors, `[n]` each, to the rows, `[n, ...]`.
+        join: maps the reduced tensors, `[n]` each, to rows, `[n, ...]`.
         parts: from `gather`.
-        number: of variables.
-        together: whether large gradients of one shape go together too, as a stack.
+        number: the number of variables.
+        together: whether to stack large gradients of one shape too.
 
     Returns:
-        `[number, ...]`: the rows that `join` returns, and zeros for a variable without a gradient.
+        `[number, ...]`: the rows that `join` returns; zeros for variables without a gradient.
     """
     groups: dict[Any, list[Part]] = {}
     for part in parts:
@@ -113,30 +113,30 @@ def reduce_parts(
 
 
 def in_rows(found: Tensor, order: Sequence[int], number: int) -> Tensor:
-    """[number, ...]: `found`, a row for each of `order`, in those rows; zeros in the others."""
+    """`[number, ...]`: the rows of `found` at the indices in `order`, zeros elsewhere."""
     if list(order) == list(range(number)):
         return found
     if len(order) < number:
         zero = ops.zeros((1, *found.shape[1:]), found.dtype)
         found = ops.concatenate([found[: len(order)], zero])
-    places = np.full(number, len(order), "int32")  # of the zero, unless there is a gradient
+    places = np.full(number, len(order), "int32")  # that of the row of zeros, at first
     places[list(order)] = np.arange(len(order))
     return ops.take(found, places, axis=0)
 
 
 def _group(part: Part, together: bool) -> tuple:
-    """What a part goes together with: all that have the same."""
+    """The key of the parts that are reduced together with this one."""
     if part.stacked and not together:
         return ("rows", str(part.values.dtype), part.values.shape[1])
     if part.stacked or not together or not part.is_dense:
         return ("alone", part.members)
     shape, dtype = tuple(part.values.shape), str(part.values.dtype)
-    # Those of convolutions come in layouts of their own, which a stack would have to undo.
+    # XLA lays out gradients of convolutions in its own way, which a stack would have to undo.
     return ("channels", dtype, shape[-1]) if len(shape) > 3 else ("shaped", dtype, shape)
 
 
 def _reduced(kind: str, look: Callable[[Tensor], Columns], parts: Sequence[Part]) -> Columns:
-    """The columns of gradients that go together, a number for each of them."""
+    """The columns of parts that are reduced together: one value for each gradient."""
     values = [values_of(part) for part in parts]
     if kind == "channels":
         vectors = [_backend.reduce_columns(look(x), tuple(range(len(x.shape) - 1))) for x in values]

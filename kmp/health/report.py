@@ -1,4 +1,4 @@
-"""The host's reading of what the compiled step has measured, brought there in one transfer."""
+"""Read on the host what the compiled step has measured, in a single transfer."""
 
 import dataclasses
 import math
@@ -24,12 +24,12 @@ class OverflowEvent:
 
     Attributes:
         step: the number of the step, counted from 1.
-        loss_scale: the scale that its loss was multiplied with.
-        first_variable: path of the variable that the backward pass met first of those that were not
-            finite: the last of them in the model's order.
-        num_variables: how many were not.
-        loss_finite: False where the loss itself was known not to be finite, so that no scale could
-            have helped.
+        loss_scale: the scale that its loss was multiplied by.
+        first_variable: path of the variable whose gradient was the first in the backward pass that
+            was not finite: the last such variable in the model's order.
+        num_variables: how many variables had a gradient that was not finite.
+        loss_finite: False if the loss itself was known not to be finite, in which case no loss
+            scale could have helped.
 
     Example:
 
@@ -46,24 +46,25 @@ class OverflowEvent:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradientReport:
-    """What the measurements say, on the host.
+    """The measurements of an optimizer, on the host.
 
-    Levels are those of the last measured step: `measured_step`. Each of the first 100 steps is
-    measured, each overflow, and from then on each 100th step or as often as `GradientHealth` looks.
+    Levels are those of the last measured step, `measured_step`. The first 100 steps are measured,
+    every overflow, and otherwise every 100th step or as often as `GradientHealth` asks.
 
     Attributes:
         paths: `variable.path` of each row.
-        matrix: float32[num_variables, 5], columns as in `kmp.health.measure.COLUMNS`.
+        matrix: float32[num_variables, 5] with the columns `l2_norm`, `max_abs`, `zero_share`,
+            `nonfinite` (number of values) and `overflow_steps`.
         loss_scale: the scale that the next step will use.
-        step: training steps so far, skipped ones included.
-        skipped_steps: steps so far whose update was left out because of an overflow.
-        consecutive_skips: how many of them in a row up to now.
-        events: the last 16 overflows, the last one first.
-        measured_step: the step that the levels are of; None if the report does not know.
-        loss_is_scaled: False if gradients were applied, and divided by a loss scale, although
-            nothing has asked for that scale to multiply the loss with.
-        details: float32[num_variables, 50] or None: weights, updates and exponents, which are
-            measured where `GradientHealth` or `optimizer.sample_gradients` asks for them.
+        step: training steps so far, including skipped ones.
+        skipped_steps: steps so far whose update was skipped because of an overflow.
+        consecutive_skips: how many of the latest steps were skipped in a row.
+        events: the last 16 overflows, the latest first.
+        measured_step: the step that the levels belong to; None if unknown.
+        details: float32[num_variables, 50] or None: weights, updates and exponents, measured if
+            `GradientHealth` or `optimizer.sample_gradients` asked for them.
+        loss_is_scaled: False if gradients were divided by a loss scale that nothing has read, so
+            that the loss cannot have been multiplied by it.
 
     Example:
 
@@ -85,7 +86,7 @@ class GradientReport:
     loss_is_scaled: bool = True
 
     def column(self, name: str) -> dict[str, float]:
-        """Return one of `COLUMNS` as `{variable path: value}`."""
+        """Return a column of `matrix`, such as `"max_abs"`, as `{variable path: value}`."""
         if name not in COLUMNS:
             raise ValueError(f"`name` must be one of {COLUMNS}. Received: name={name!r}.")
         values = self.matrix[:, COLUMNS.index(name)].tolist()
@@ -93,7 +94,7 @@ class GradientReport:
 
     @property
     def grad_norm(self) -> float:
-        """The l2 norm over all variables, in true units."""
+        """The l2 norm of the gradients of all variables, in true units."""
         return float(np.linalg.norm(self.matrix[:, L2_NORM].astype("float64")))
 
     @property
@@ -103,15 +104,15 @@ class GradientReport:
 
     @property
     def headroom_bits(self) -> float:
-        """How often the loss scale could double before the largest gradient leaves float16."""
+        """How often the loss scale can double before the largest gradient overflows float16."""
         scaled = self.max_abs * self.loss_scale
         return math.log2(_FLOAT16_MAX / scaled) if 0 < scaled < math.inf else math.inf
 
     @property
     def overflowed(self) -> dict[str, int]:
-        """Variables that ever overflowed, with the number of steps, most often first.
+        """The number of overflowing steps of each variable that had any, most often first.
 
-        Of equals the last in the model's order is first: from it inf flows backwards to the others.
+        Among equals, the last in the model's order comes first: inf spreads backwards from there.
         """
         counts = reversed(self.column("overflow_steps").items())
         return {p: int(n) for p, n in sorted(counts, key=lambda x: -x[1]) if n}
@@ -127,15 +128,15 @@ class GradientReport:
 
     @property
     def degraded_share(self) -> dict[str, float]:
-        """Share of each gradient's non-zero values that lose bits in float16 at the present scale:
-        they lie below its smallest normal number, 2**-14. Empty if not measured."""
+        """Share of each gradient's non-zero values that lose bits in float16 at the current scale:
+        they are below its smallest normal number, 2**-14. Empty if not measured."""
         return self._share_below(-14)
 
     @property
     def lost_share(self) -> dict[str, float]:
-        """Share of each gradient's non-zero values that float16 would round to zero at the present
-        scale: they lie below 2**-25. Empty if not measured. Values that a float16 layer has
-        rounded to zero already count as zeros."""
+        """Share of each gradient's non-zero values that float16 would round to zero at the current
+        scale: they are below 2**-25. Empty if not measured. Values that a float16 layer has
+        already rounded to zero count as zeros."""
         return self._share_below(-25)
 
     def _share_below(self, exponent: int) -> dict[str, float]:
@@ -148,17 +149,17 @@ class GradientReport:
 
     @property
     def weight_norm(self) -> dict[str, float]:
-        """The l2 norm of each variable, estimated from the sample. Empty if not measured."""
+        """The l2 norm of each variable, estimated from a sample. Empty if not measured."""
         return self._detail(_sample.WEIGHT_NORM)
 
     @property
     def unmoved_share(self) -> dict[str, float]:
-        """Share of each variable's non-zero gradients whose weight did not move in the step."""
+        """Share of each variable's non-zero gradients whose weight the step did not change."""
         return self._detail(_sample.UNMOVED_SHARE)
 
     @property
     def update_ratio(self) -> dict[str, float]:
-        """log10 of update norm over weight norm; healthy near -3. Only where both are not zero.
+        """log10(update norm / weight norm), healthy near -3, if both are finite and not zero.
 
         Source: the rule of thumb of Stanford's course CS231n, "Neural Networks Part 3".
         """
@@ -177,10 +178,10 @@ class GradientReport:
         return dict(zip(self.paths, self.details[:, index].tolist(), strict=True))
 
     def worst(self, n: int = 3) -> list[str]:
-        """Name the variables to look at first.
+        """Return the paths of the `n` variables to look at first.
 
-        Those that overflowed, in the order of `overflowed`, then those whose gradient is nearest to
-        leaving float16, upwards or downwards (distance of `log2(max_abs)` from the middle of all).
+        First those that overflowed, in the order of `overflowed`; then those whose `log2(max_abs)`
+        is farthest from the median: their gradients leave float16's range first.
         """
         levels = np.log2(np.maximum(self.matrix[:, MAX_ABS].astype("float64"), 2.0**-149))
         distance = np.abs(levels - np.median(levels)) if len(levels) else levels
@@ -206,7 +207,7 @@ class GradientReport:
 
 
 def _read_events(events: np.ndarray, paths: tuple[str, ...]) -> tuple[OverflowEvent, ...]:
-    """Name what float32[16, 5], the optimizer's `overflow_events`, holds."""
+    """Turn the optimizer's `overflow_events`, float32[16, 5], into objects."""
     return tuple(
         OverflowEvent(int(step), float(scale), paths[int(first)], int(number), bool(finite))
         for step, scale, first, number, finite in events.tolist()
@@ -215,7 +216,7 @@ def _read_events(events: np.ndarray, paths: tuple[str, ...]) -> tuple[OverflowEv
 
 
 def read_report(optimizer: Any, model: Any = None) -> GradientReport:
-    """Read what `optimizer`, built and measuring, has counted; inside `fit` that of `model`."""
+    """Read the measurements of a built optimizer that measures; within `fit`, pass its model."""
     variables = [
         optimizer.scale_variable,
         optimizer.steps,
@@ -245,9 +246,9 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
 
 
 def transfer(values: Sequence[Tensor]) -> list[np.ndarray]:
-    """Copy tensors of float32 and int32 to the host together, bit for bit.
+    """Copy float32 and int32 tensors to the host in one transfer, bit for bit.
 
-    Floats travel as their bits: the counters are integers and stay exact beside them.
+    Floats are transferred as int32 bits, so that the integer counters stay exact.
     """
     tensors = [ops.convert_to_tensor(x) for x in values]
     packed = ops.convert_to_numpy(_packed(tensors))

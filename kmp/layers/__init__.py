@@ -1,4 +1,4 @@
-"""Layers that keep in float32 what half precision loses."""
+"""Layers that compute in float32 what half precision gets wrong."""
 
 from kmp.layers.dense import Float32OutputDense
 from kmp.layers.normalization import Float32BatchNormalization

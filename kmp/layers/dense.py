@@ -1,4 +1,4 @@
-"""A dense layer with half operands whose every sum, and whose result, is float32."""
+"""A dense layer that multiplies in half precision and accumulates and returns float32."""
 
 from typing import Any
 
@@ -14,41 +14,43 @@ from kmp.precision.trees import HALF_DTYPES
 class Float32OutputDense(keras.layers.Dense):
     """Multiplies in half precision; accumulates, adds the bias and activates in float32.
 
-    The head for a mixed-precision model. `keras.layers.Dense(units, dtype="float32")` also returns
-    float32, but multiplies in float32; `keras.layers.Dense` under `"mixed_float16"` rounds the
-    logits to half, where a sum above 65504 is inf and a softmax tail below 6e-8 is 0:
+    Use it as the output layer of a mixed-precision model. `keras.layers.Dense(units,
+    dtype="float32")` returns float32 too, but also multiplies in float32. `keras.layers.Dense`
+    under `"mixed_float16"` rounds the logits to half precision, where a sum above 65504 is inf and
+    a softmax probability below 3e-8 is 0. This layer computes
 
         outputs = activation(float32(inputs @ half(kernel)) + bias)
 
-    where `inputs` and `half(kernel)` have the layer's compute dtype. Arguments, weights and saved
-    files are those of `keras.layers.Dense`, quantization aside. The bias is a float32 variable
-    under every policy; the kernel has the policy's variable dtype.
+    with `inputs` and `half(kernel)` in the layer's compute dtype. Arguments, weights and saved
+    files are those of `keras.layers.Dense`, except for quantization. The bias is a float32
+    variable under every policy; the kernel has the policy's variable dtype.
 
-    The gradients are products of the same kind. The incoming gradient is rounded to the compute
-    dtype, as it is in any other half layer, so in float16 the loss has to be scaled. What reaches
-    the kernel is accumulated in float32 and rounded once, to the dtype of the kernel variable:
-    in float32 it cannot overflow.
+    Its gradients are computed by such products too. The incoming gradient is rounded to the compute
+    dtype, as in any half-precision layer, so the loss must be scaled in float16. The gradient of
+    the kernel is accumulated in float32 and rounded once, to the dtype of the kernel variable.
+    If that is float32, it cannot overflow.
 
-    Where the backend has no half product with a float32 result (TensorFlow outside XLA, PyTorch
-    on CPU) the half operands are cast up before they are multiplied. The numbers are the same.
-    Gradients of any order are there, but JAX's forward mode, `jax.jvp`, cannot pass the layer.
+    Some backends have no half-precision product with a float32 result (TensorFlow outside XLA,
+    PyTorch on CPU). There the operands are rounded to half and cast to float32 before they are
+    multiplied, which gives the same result. Gradients of any order work, but JAX's forward mode,
+    `jax.jvp`, is not supported.
 
     Args:
         units: positive int, the size of the output's last axis.
         activation: name or callable, applied to float32 `[..., units]`.
         use_bias: whether to add a bias, `float32[units]`.
-        **kwargs: the further arguments of `keras.layers.Dense`, such as `kernel_regularizer`,
-            `activity_regularizer` (it sees the float32 output), `lora_rank`, `name`, `dtype`.
+        **kwargs: other arguments of `keras.layers.Dense`, such as `kernel_regularizer`,
+            `activity_regularizer` (applied to the float32 output), `lora_rank`, `name`, `dtype`.
 
     Call arguments:
         inputs: `[batch, ..., features]`, rank 2 or more.
 
     Returns:
-        `float32[batch, ..., units]`; the mask of `inputs` passes through.
+        `float32[batch, ..., units]`, with the mask of `inputs`.
 
     Raises:
-        ValueError: the dtype policy or `quantization_config` asks for quantization.
-        NotImplementedError: `quantize` is called.
+        ValueError: if the dtype policy or `quantization_config` asks for quantization.
+        NotImplementedError: if `quantize` is called.
 
     Example:
         >>> layer = Float32OutputDense(10, dtype="mixed_float16")
@@ -65,14 +67,14 @@ class Float32OutputDense(keras.layers.Dense):
         self._refuse_quantization()
 
     def build(self, input_shape):
-        # Again, for a policy that was replaced or that a DTypePolicyMap holds under this path.
+        # Again, because the policy may have been replaced, or come from a DTypePolicyMap by path.
         self._refuse_quantization()
         super().build(input_shape)
 
     def add_weight(self, *args, name=None, **kwargs):
         if name == "bias":
             kwargs["dtype"] = "float32"
-        # The layer casts for itself, or the gradient of the kernel would be rounded to half.
+        # `call` casts the kernel: autocasting would round the kernel's gradient to half.
         return super().add_weight(*args, name=name, **{**kwargs, "autocast": False})
 
     def call(self, inputs, training=None):
@@ -93,10 +95,10 @@ class Float32OutputDense(keras.layers.Dense):
         return keras.KerasTensor(spec.shape, dtype="float32")
 
     def quantize(self, mode=None, type_check=True, config=None):
-        # Of this type, because Model.quantize skips the layers that raise it, with a warning.
+        # Model.quantize skips layers that raise this type of error, with a warning.
         raise NotImplementedError(
             f"kmp.layers.Float32OutputDense cannot be quantized. Received: mode={mode!r} for layer "
-            f"{self.name!r}. Use keras.layers.Dense for a layer that is to be quantized."
+            f"{self.name!r}. Use keras.layers.Dense if you want to quantize the layer."
         )
 
     def _refuse_quantization(self):
@@ -105,12 +107,12 @@ class Float32OutputDense(keras.layers.Dense):
                 "kmp.layers.Float32OutputDense expects a floating-point `dtype` policy, such as "
                 "'mixed_float16', and no `quantization_config`. Received: "
                 f"dtype={self.dtype_policy}, quantization_config={self.quantization_config}. "
-                "Use keras.layers.Dense for a layer that is to be quantized."
+                "Use keras.layers.Dense if you want to quantize the layer."
             )
 
 
 def matmul_half(x: Tensor, kernel: Tensor) -> Tensor:
-    """`x @ kernel` with both operands in the half dtype of `x`, summed in float32.
+    """`x @ kernel` with both operands in the half dtype of `x`, accumulated in float32.
 
     Args:
         x: half `[..., features]`.
@@ -120,7 +122,7 @@ def matmul_half(x: Tensor, kernel: Tensor) -> Tensor:
         `float32[..., units]`. Its gradients have the dtypes of `x` and of `kernel`.
     """
     rows = x if len(x.shape) == 2 else ops.reshape(x, (-1, x.shape[-1]))
-    # The cast reads the variable: TensorFlow's custom gradients take tensors alone.
+    # The cast reads the variable, because TensorFlow's custom gradients only take tensors.
     product = _matmul_rows(rows, ops.cast(kernel, kernel.dtype))
     return ops.reshape(product, (*ops.shape(x)[:-1], kernel.shape[-1]))
 

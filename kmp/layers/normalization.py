@@ -1,23 +1,25 @@
-"""Batch normalization whose statistics are float32 and take in no batch that is not finite."""
+"""Batch normalization in float32 that leaves non-finite batches out of its statistics."""
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
+from kmp import _backend
 from kmp._backend.types import DType, Tensor
-from kmp.layers.normalize import normalize_by_batch
 from kmp.precision.policy import Policy
 from kmp.precision.trees import at_least_float32, is_float
 
 
 @keras.saving.register_keras_serializable(package="kmp")
 class Float32BatchNormalization(keras.layers.BatchNormalization):
-    """Normalizes each channel in float32, with moving statistics that no bad batch can poison.
+    """Normalizes in float32 and keeps inf and NaN out of its moving statistics.
 
-    One batch with an inf or a NaN in it leaves `keras.layers.BatchNormalization` with moving
-    statistics that are NaN for ever, even when the loss scale makes the optimizer skip the step.
-    This layer skips such a batch too:
+    One batch with an inf or NaN makes the moving statistics of `keras.layers.BatchNormalization`
+    NaN for good, even if loss scaling makes the optimizer skip the step. This layer leaves such a
+    batch out of them:
 
         mean, variance = moments of float32(inputs) over all axes but `axis`
         outputs = (inputs - mean) / sqrt(variance + 0.001) * gamma + beta
@@ -25,46 +27,46 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
             moving_mean = 0.99 * moving_mean + 0.01 * mean
             moving_variance = 0.99 * moving_variance + 0.01 * variance
 
-    The condition spans all channels, and no bit of either statistic changes where it fails; it is
-    a select on the device, not a branch. Nor does a channel without a single element, in an empty
-    or wholly masked batch, change its statistics. Because a mean of 1000 with a deviation of 1 is
-    nothing unusual, the variance is taken about the batch's own mean, and is never negative.
+    The condition covers all channels: either all statistics are updated or none changes by a single
+    bit. It is a select on the device, not a branch. Empty or fully masked batches do not change the
+    statistics either. The variance is computed about the batch's own mean, so that it is accurate
+    for a mean of 1000 with a deviation of 1, and never negative.
 
-    gamma, beta and the moving statistics are float32 variables under every policy, `"float16"`
-    included. Arguments, call arguments and weights are those of `keras.layers.BatchNormalization`,
-    renormalization aside, so each loads the other's weights.
+    A batch with finite activations whose *gradients* overflow does update the statistics.
 
-    For the backward pass the layer keeps its inputs as they come, half if they are half, and two
-    numbers a channel; differentiated step by step it would keep four times as much. Outside XLA
-    TensorFlow has a fused kernel for half inputs that does so: it is used without a mask, not
-    `synchronized`, and on CPUs up to 65536 elements a channel in bfloat16 and 8192 in float16,
-    beyond which it loses accuracy. (In eager mode TensorFlow's tape keeps more where the kernel is
-    not used.) Gradients of any order are there, but JAX's forward mode, `jax.jvp`, cannot pass the
-    layer in training.
+    gamma, beta and the moving statistics are float32 variables under every policy, including
+    `"float16"`. Arguments, call arguments and weights are those of
+    `keras.layers.BatchNormalization`, except for renormalization, so each layer loads the other's
+    weights.
 
-    A batch with finite activations whose *gradients* overflow does update the statistics: its
-    activations are as good as any.
+    For the backward pass the layer keeps its inputs in the dtype they came in, and two numbers per
+    channel. Automatic differentiation would keep four times the bytes of half inputs. Outside XLA,
+    TensorFlow's fused kernel for half inputs is used if there is no mask and the layer is not
+    `synchronized`; on CPUs only up to 65536 elements per channel in bfloat16 and 8192 in float16,
+    beyond which the kernel loses accuracy. (Without that kernel, TensorFlow's tape keeps more in
+    eager mode.) Gradients of any order work, but JAX's forward mode, `jax.jvp`, is not supported in
+    training.
 
     Args:
         axis: int, the axis of the channels; 1 for channels-first inputs.
-        momentum: float in [0, 1], the share that the moving statistics keep.
+        momentum: float in [0, 1], the weight of the old moving statistics in each update.
         epsilon: float above 0, added to the variance.
-        **kwargs: the further arguments of `keras.layers.BatchNormalization`, such as `center`,
+        **kwargs: other arguments of `keras.layers.BatchNormalization`, such as `center`,
             `scale`, `synchronized` (TensorFlow: moments over all replicas), `name`, `dtype`.
 
     Call arguments:
         inputs: `[..., channels, ...]` of any float dtype and any rank from 2.
-        training: whether to use the moments of the batch and to update the moving statistics;
-            with `trainable=False` the layer does neither.
-        mask: bool, `inputs.shape[:-1]`; False keeps an element out of the moments.
+        training: whether to normalize by the moments of the batch and to update the moving
+            statistics; with `trainable=False` the layer never does.
+        mask: bool, `inputs.shape[:-1]`; False leaves an element out of the moments.
 
     Returns:
-        The shape of `inputs`, in the layer's compute dtype, or in the output dtype of a
+        A tensor of the shape of `inputs`, in the layer's compute dtype, or in the output dtype of a
         `kmp.Policy` that has one.
 
     Raises:
-        ValueError: `momentum`, `epsilon` or the shape of `mask` is not as above; `renorm=True`;
-            `synchronized=True` on a backend other than TensorFlow.
+        ValueError: if `momentum`, `epsilon` or the shape of `mask` is invalid, if `renorm` is True,
+            or if `synchronized` is True on a backend other than TensorFlow.
 
     Example:
         >>> layer = Float32BatchNormalization(dtype="mixed_float16")
@@ -83,12 +85,12 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
         if not 0 <= momentum <= 1:
             raise ValueError(
                 f"`momentum` must be between 0 and 1. Received: momentum={momentum}. The default "
-                "of 0.99 keeps 99% of the moving statistics in each step."
+                "is 0.99, which keeps 99% of the moving statistics in each step."
             )
         if not epsilon > 0:
             raise ValueError(
-                f"`epsilon` must be above 0, or a constant channel divides by zero. Received: "
-                f"epsilon={epsilon}. The default is 0.001."
+                "`epsilon` must be above 0, or a constant channel would be divided by zero. "
+                f"Received: epsilon={epsilon}. The default is 0.001."
             )
         if kwargs.get("renorm"):
             raise ValueError(
@@ -142,3 +144,129 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
             old = ops.convert_to_tensor(moving)
             new = old * self.momentum + ops.cast(batch, "float32") * (1 - self.momentum)
             moving.assign(ops.where(learn, new, old))
+
+
+class Moments(NamedTuple):
+    """Moments of a batch; each has the rank of the batch, with size 1 on the reduced axes."""
+
+    mean: Tensor
+    variance: Tensor  # biased
+    count: Tensor  # number of elements, as a float
+
+
+def normalize_by_batch(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    axis: int,
+    epsilon: float,
+    synchronized: bool,
+    dtype: DType,
+) -> tuple[Tensor, Moments]:
+    """`(x - mean) / sqrt(variance + epsilon) * gamma + beta`, computed in float32.
+
+    The backward pass keeps the batch in the dtype it came in and a few numbers per channel, and
+    recomputes the rest. Automatic differentiation would keep the batch twice in float32: four times
+    the bytes of half inputs.
+
+    Args:
+        x: any float dtype, any shape.
+        gamma, beta: float32, of the rank of `x`, with size 1 on all axes but that of the channels.
+        mask: bool `x.shape[:-1]`, or None; False leaves an element out of the moments.
+        axis: int, 0 or more, the axis of the channels.
+        epsilon: float, added to the variance.
+        synchronized: whether the moments span the replicas of a `tf.distribute` strategy.
+        dtype: the dtype of the result.
+
+    Returns:
+        The normalized `x`, and the moments in at least float32. Gradients of any order flow from
+        both to `x`, `gamma` and `beta`.
+    """
+
+    def forward(x, gamma, beta, *mask):
+        wide = at_least_float32(x)
+        found = moments(wide, _spread(mask, x), axis, synchronized)
+        gamma, beta = (ops.cast(each, wide.dtype) for each in (gamma, beta))
+        factor = ops.rsqrt(found.variance + epsilon) * gamma
+        return ops.cast((wide - found.mean) * factor + beta, dtype), *found
+
+    def backward(inputs, kept, cotangents):
+        x, gamma, _, *mask = inputs
+        mean, variance, count = kept
+        to_y, to_mean, to_variance, _ = cotangents
+        to_y, centred = ops.cast(to_y, mean.dtype), at_least_float32(x) - mean
+        gamma = ops.cast(gamma, mean.dtype)
+        inverse = ops.rsqrt(variance + epsilon)
+        to_beta = _backend.sum_along(to_y, axis)
+        to_gamma = _backend.sum_along(to_y * (centred * inverse), axis)
+        # Each element affects every output through the moments, also on other replicas.
+        to_mean = to_mean - gamma * inverse * to_beta
+        to_variance = to_variance - 0.5 * gamma * ops.square(inverse) * to_gamma
+        to_mean, to_variance = _over_replicas(synchronized, to_mean, to_variance)
+        through = (to_mean + 2 * to_variance * centred) / ops.maximum(count, 1)
+        to_x = to_y * (gamma * inverse) + _chosen(through, _spread(mask, x))
+        gradients = zip((to_x, to_gamma, to_beta), inputs[:3], strict=True)
+        return *(ops.cast(each, x.dtype) for each, x in gradients), *(None for _ in mask)
+
+    def step_by_step():
+        inputs = (x, gamma, beta) if mask is None else (x, gamma, beta, mask)
+        return _backend.custom_gradient(forward, backward, inputs)
+
+    if mask is None and not synchronized and dtype == keras.backend.standardize_dtype(x.dtype):
+        y, *found = _backend.fused_batch_norm(x, gamma, beta, axis, epsilon, step_by_step)
+    else:
+        y, *found = step_by_step()
+    return y, Moments(*found)
+
+
+def moments(x: Tensor, mask: Tensor | None, axis: int, synchronized: bool = False) -> Moments:
+    """Mean, biased variance and number of elements of `x` over all axes but `axis`.
+
+    The first pass finds a shift near the mean. The second sums differences from it, so that neither
+    a large mean nor the rounding of the first sum affects the variance.
+
+    Args:
+        x: float32 or float64, of any shape.
+        mask: bool of the shape of `x`, or None; False leaves an element out.
+        axis: int, 0 or more, the axis that is not reduced. The reduced axes stay, with size 1.
+        synchronized: whether to reduce over the replicas of a `tf.distribute` strategy too.
+
+    Returns:
+        `Moments` of the dtype of `x`; mean and variance are 0 where the count is 0.
+    """
+    total = _backend.sum_along(_chosen(x, mask), axis)
+    total, count = _over_replicas(synchronized, total, _count(x, mask, axis, total))
+    divisor = ops.maximum(count, 1)
+    shift = ops.stop_gradient(total / divisor)
+    rest = _chosen(x - shift, mask)
+    sums = (_backend.sum_along(each, axis) for each in (rest, ops.square(rest)))
+    first, second = (each / divisor for each in _over_replicas(synchronized, *sums))
+    return Moments(shift + first, ops.maximum(second - ops.square(first), 0), count)
+
+
+def _spread(mask: Sequence[Tensor], x: Tensor) -> Tensor | None:
+    """The mask, if there is one, broadcast to the shape of `x`."""
+    if not mask:
+        return None
+    return ops.broadcast_to(ops.expand_dims(ops.cast(mask[0], "bool"), -1), ops.shape(x))
+
+
+def _chosen(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None else ops.where(mask, values, 0)
+
+
+def _count(x: Tensor, mask: Tensor | None, axis: int, like: Tensor) -> Tensor:
+    """The number of elements over all axes but `axis`, in the shape of `like`."""
+    if mask is not None:
+        return _backend.sum_along(ops.cast(mask, x.dtype), axis)
+    sizes = ops.shape(x)
+    number = ops.convert_to_tensor(math.prod((*sizes[:axis], *sizes[axis + 1 :])))
+    return ops.broadcast_to(ops.cast(number, x.dtype), ops.shape(like))
+
+
+def _over_replicas(synchronized: bool, *values: Tensor) -> Sequence[Tensor]:
+    """The values; if `synchronized`, summed over the replicas in one collective."""
+    if not synchronized:
+        return values
+    return ops.unstack(_backend.all_reduce_sum(ops.stack(values)), len(values))

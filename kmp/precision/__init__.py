@@ -1,4 +1,4 @@
-"""Which numbers go where: policies, casts, float formats, autocast scopes."""
+"""Which tensors are in which precision: policies, casts, float formats, autocast scopes."""
 
 from kmp.precision.autocasting import autocast
 from kmp.precision.float_formats import Format, formats

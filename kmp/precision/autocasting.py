@@ -1,4 +1,4 @@
-"""Half precision for a stretch of code: a context and a decorator."""
+"""`kmp.autocast`: half precision inside a `with` block or a decorated function."""
 
 import functools
 from collections.abc import Callable
@@ -6,40 +6,38 @@ from typing import Any
 
 import keras
 
-from kmp.precision.policy import get_policy
-from kmp.precision.scope import Scope, current_scope
+from kmp.precision.policy import Scope, current_scope, get_policy
 from kmp.precision.trees import half_dtype
 
 
 class autocast:
     """Compute in half precision while the scope is open.
 
-    Three things happen, and only these:
+    It has three effects:
 
-    - a layer under `Policy("autocast")` computes in the scope's compute dtype when it is called
-      inside, in float32 when it is called outside;
-    - a layer *built* inside takes the scope's policy for good, unless the global policy is
+    - a layer with `Policy("autocast")` computes in the scope's compute dtype when called inside
+      the scope, and in float32 when called outside;
+    - a layer *created* inside takes the scope's policy and keeps it, unless the global policy is
       `"autocast"`;
-    - a decorated function gets its float arguments in the scope's compute dtype and returns in its
-      output dtype.
+    - a decorated function receives its float arguments in the scope's compute dtype, and its
+      result is cast to the scope's output dtype.
 
-    Raw operations, and layers with another policy, compute in the dtypes that they are given.
+    Raw operations, and layers with any other policy, are not affected.
 
-    Scopes nest; the inner one rules. `enabled=False` is as if no scope were open. An exception
-    closes the scope. Each thread has scopes of its own and starts with none.
+    Scopes nest, and the innermost one applies. An exception closes the scope. Scopes belong to one
+    thread; a new thread starts without one.
 
-    What is decided, is decided when a layer is called. A compiled function is called once, when it
-    is traced: `jax.jit`, `tf.function`, `fit`, `evaluate` and `predict` go on with the dtypes of
-    their first call, whatever scope is open later. Open the scope inside such a function, or trace
-    another one.
+    A layer looks for the scope when Python calls it, and in compiled code that is while tracing:
+    `jax.jit`, `tf.function`, `fit`, `evaluate` and `predict` keep the dtypes of their first call,
+    whatever scope is open later. Open the scope inside the compiled function, or trace a new one.
 
     Args:
-        policy: what `kmp.get_policy` takes; `"mixed_"` + `kmp.half_dtype()` if left out. Only its
-            compute and output dtypes matter to layers that exist already.
-        enabled: bool.
+        policy: anything that `kmp.get_policy` takes; defaults to `"mixed_"` + `kmp.half_dtype()`.
+            Only its compute and output dtypes matter to existing layers.
+        enabled: bool; with False it is as if no scope were open.
 
     Raises:
-        ValueError: if `policy` describes none, or is `"autocast"` itself.
+        ValueError: if `policy` describes no policy, or is `"autocast"` itself.
 
     Example:
 
@@ -55,7 +53,7 @@ class autocast:
     >>> dtype, str(y.dtype)
     ('bfloat16', 'float32')
 
-    Source: `torch.autocast`, whose scope decides per operation; here it decides per layer.
+    Source: `torch.autocast`, which chooses dtypes per operation; this one does so per layer.
     """
 
     def __new__(cls, policy: Any = None, enabled: bool = True) -> Any:
@@ -69,7 +67,7 @@ class autocast:
         if self.policy.adapts:
             raise ValueError(
                 'The policy of a scope says which dtype to compute in. Received: "autocast", the '
-                "policy of the layers that follow a scope. Write for example "
+                "policy of layers that take their dtype from a scope. Write for example "
                 'kmp.autocast("mixed_bfloat16").'
             )
 

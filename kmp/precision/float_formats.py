@@ -1,4 +1,4 @@
-"""The float formats: how far each reaches, and how finely it tells numbers apart."""
+"""The float formats: their ranges and their resolutions."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -12,19 +12,19 @@ _NAMES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One binary float format.
+    """A binary float format.
 
     Attributes:
         name: str, as Keras and NumPy write it.
-        bits: int, the bits that take part: sign, exponent and mantissa.
+        bits: int, sign, exponent and mantissa together.
         exponent_bits: int.
         mantissa_bits: int, without the implicit leading one.
         largest: float, the largest finite number.
-        smallest_normal: float, below which precision is lost bit by bit.
-        smallest_subnormal: float, half of which rounds to 0.
+        smallest_normal: float, below which numbers lose precision.
+        smallest_subnormal: float, the smallest positive number; half of it rounds to 0.
         eps: float, the distance from 1 to the next larger number.
-        decimal_digits: int, how many decimal digits always survive.
-        bytes: int, what a number takes in memory.
+        decimal_digits: int, how many decimal digits are always preserved.
+        bytes: int, the size of a number in memory.
 
     Example:
 
@@ -61,7 +61,7 @@ def _from_ml_dtypes(name: str) -> Format:
     )
 
 
-# Not a dtype: what tensor cores keep of the float32 operands of a product.
+# Not a dtype: tensor cores round the float32 operands of a product to this format.
 _TF32 = Format(
     name="tf32",
     bits=19,
@@ -80,7 +80,7 @@ class Formats(Mapping):
     """The float formats by name, widest first.
 
     Raises:
-        KeyError: for a name that is none of them; the message lists them.
+        KeyError: for an unknown name; the message lists the known ones.
 
     Example:
 
@@ -117,7 +117,7 @@ formats = Formats()
 
 
 def table() -> str:
-    """The formats as a text table, one a line; what `python -m kmp formats` prints."""
+    """The formats as a text table, one per line, as `python -m kmp formats` prints it."""
     columns = [field.name for field in dataclasses.fields(Format)]
     rows = [columns] + [[_cell(getattr(f, c)) for c in columns] for f in formats.values()]
     return _common.table(rows)

@@ -1,11 +1,11 @@
-"""Which numbers go where: dtypes of parameters, of computation and of output."""
+"""Dtype policies: the dtypes of parameters, of computation and of outputs."""
 
-from typing import Any, TypeVar
+import contextvars
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 
 from kmp._backend.types import DType
-from kmp.precision.scope import current_scope
 from kmp.precision.trees import SHORT_NAMES, as_float_dtype, cast_floats
 
 T = TypeVar("T")
@@ -20,47 +20,56 @@ _KEYS = {
 _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
 
+class Scope(NamedTuple):
+    """An open `kmp.autocast` scope."""
+
+    policy: "Policy"
+    enabled: bool
+    policy_before: Any  # the global policy when this scope was opened
+    policy_outside: Any  # the global policy when the outermost scope was opened
+    parent: Any  # Scope or None
+
+
+# Every thread starts without a scope, as it starts with a global policy of its own in Keras.
+current_scope = contextvars.ContextVar[Scope | None]("kmp_autocast_scope", default=None)
+
+
 @keras.saving.register_keras_serializable(package="kmp")
 class Policy(keras.DTypePolicy):
-    """The dtypes of parameters, computation and output, in one value.
+    """The dtypes of parameters, computation and outputs.
 
-    A `keras.DTypePolicy`, so that any Keras layer takes it as `dtype=`, and a JMP policy:
+    A `keras.DTypePolicy`, so any Keras layer takes it as `dtype=`. It also reads JMP's strings:
 
         "mixed_bfloat16"                 params=float32, compute=bfloat16   (Keras)
         "float16"                        everything in float16              (Keras, JMP)
         "half", "full"                   everything in half_dtype(), float32      (JMP)
-        "p=f32,c=bf16,o=f32"             each by itself                           (JMP)
+        "p=f32,c=bf16,o=f32"             one dtype each                           (JMP)
         "params=float32,compute=float16,output=float32"                     the same, spelled out
         "autocast"                       half precision while a `kmp.autocast` scope is open
 
-    In the third form params are float32 if left out, compute follows params, output follows
+    In the `key=dtype` strings, params default to float32, compute to params, and output to
     compute. Keras calls the parameters' dtype `variable_dtype`.
 
-    The casts work on nested structures of tensors, KerasTensors and arrays, inside compiled code
-    too. They touch floats alone: integers, bools, strings, None and Python numbers stay as they
-    are, and a tensor keeps its Keras mask.
+    The casts take nested structures of tensors, KerasTensors and arrays, and only change floats:
+    integers, bools, strings, None, Python numbers and Keras masks stay as they are.
 
-    Keras's own layers return their compute dtype whatever `output_dtype` says. It is honoured by
-    the `cast_to_output` of JMP's style, by `kmp.autocast` on functions, by
-    `kmp.layers.Float32BatchNormalization`, and by `kmp.to_mixed_precision` at a model's outputs.
+    Keras's own layers ignore `output_dtype` and return their compute dtype. It takes effect in
+    `cast_to_output`, in functions decorated with `kmp.autocast`, in
+    `kmp.layers.Float32BatchNormalization` and at the outputs of `kmp.to_mixed_precision` models.
 
-    Saved files name a policy without an output dtype of its own as Keras does, so that Keras
-    alone can load them; the others need `import kmp` before loading.
+    A policy that Keras has a name for, such as `"mixed_float16"`, is saved under that name, and
+    the file loads without kmp. For other policies, `import kmp` before loading the file.
 
     Args:
-        name: str as above, or the dtype of the parameters if others follow:
-            `Policy("float32", "float16", "float32")`. The global policy if nothing is given.
-        compute_dtype: float dtype; follows the parameters if left out.
-        output_dtype: float dtype; follows `compute_dtype` if left out.
-        param_dtype: float dtype, in place of `name`; float32 if left out.
-
-    Attributes:
-        param_dtype, compute_dtype, output_dtype: str, such as `"bfloat16"`.
-        has_output_dtype: bool, whether the output dtype was given and does not just follow.
+        name: str as above, or the dtype of the parameters when other dtypes are given too:
+            `Policy("float32", "float16", "float32")`. Defaults to the global policy.
+        compute_dtype: float dtype; defaults to the dtype of the parameters.
+        output_dtype: float dtype; defaults to `compute_dtype`.
+        param_dtype: float dtype, instead of `name`; defaults to float32.
 
     Raises:
-        ValueError: for an unknown or repeated key, a dtype that is none or no float (float8
-            included: Keras trains it by `quantize`), or a name together with dtypes.
+        ValueError: for an unknown or repeated key; for a dtype that is unknown or no float
+            (for float8, use Keras's `quantize`); for a policy's name together with dtypes.
 
     Example:
 
@@ -86,9 +95,9 @@ class Policy(keras.DTypePolicy):
         dtypes = {key: as_float_dtype(x) for key, x in dtypes.items() if x is not None}
         if param_dtype is not None and name is not None:
             raise ValueError(
-                "The dtype of the parameters is given by `name` or by `param_dtype`. Received: "
-                f"name={name!r}, param_dtype={param_dtype!r}. Write kmp.Policy(param_dtype="
-                "'float32', compute_dtype='float16', output_dtype='float32')."
+                "Give the dtype of the parameters by `name` or by `param_dtype`, not both. "
+                f"Received: name={name!r}, param_dtype={param_dtype!r}. Write "
+                "kmp.Policy(param_dtype='float32', compute_dtype='float16')."
             )
         if param_dtype is not None or dtypes:
             params = name if name is not None else param_dtype
@@ -106,7 +115,7 @@ class Policy(keras.DTypePolicy):
         self._name = AUTOCAST if self.adapts else self._keras_name() or own_name
 
     def _keras_name(self) -> str | None:
-        """Keras's word for the two dtypes that it knows of, by which `compile` finds float16."""
+        """Keras's name for the parameter and compute dtypes; `compile` looks for float16 in it."""
         if self._variable_dtype == self._compute_dtype:
             return self._compute_dtype
         named = [name for name, half in _MIXED.items() if half == self._compute_dtype]
@@ -119,7 +128,7 @@ class Policy(keras.DTypePolicy):
 
     @property
     def compute_dtype(self) -> DType:
-        """The dtype of inputs and operations; under `"autocast"`, at the moment of asking."""
+        """The dtype of inputs and operations; for `"autocast"`, that of the scope open now."""
         if self.adapts:
             scope = current_scope.get()
             return scope.policy.compute_dtype if scope and scope.enabled else "float32"
@@ -127,16 +136,16 @@ class Policy(keras.DTypePolicy):
 
     @property
     def output_dtype(self) -> DType:
-        """The dtype of what is returned; `compute_dtype` if no other was given."""
+        """The dtype of the outputs; `compute_dtype` if no other was given."""
         return self._output_dtype or self.compute_dtype
 
     @property
     def has_output_dtype(self) -> bool:
-        """Whether an output dtype was given, rather than following `compute_dtype`."""
+        """Whether an output dtype was given."""
         return self._output_dtype is not None
 
     def with_output_dtype(self, output_dtype: Any) -> "Policy":
-        """Return the policy with another output dtype.
+        """Return a copy with another output dtype.
 
         >>> Policy("mixed_float16").with_output_dtype("float32").output_dtype
         'float32'
@@ -144,21 +153,20 @@ class Policy(keras.DTypePolicy):
         if self.adapts:
             raise ValueError(
                 'The policy "autocast" has the output dtype of the scope. Received: '
-                f"output_dtype={output_dtype!r}. Give it to the scope: "
-                'kmp.autocast("p=f32,c=bf16,o=f32").'
+                f'output_dtype={output_dtype!r}. Write kmp.autocast("p=f32,c=bf16,o=f32").'
             )
         return Policy(self._variable_dtype, self._compute_dtype, output_dtype)
 
     def cast_to_param(self, tree: T) -> T:
-        """Return the structure with its floats in `param_dtype`."""
+        """Return the structure with its floats cast to `param_dtype`."""
         return cast_floats(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Return the structure with its floats in `compute_dtype`."""
+        """Return the structure with its floats cast to `compute_dtype`."""
         return cast_floats(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
-        """Return the structure with its floats in `output_dtype`."""
+        """Return the structure with its floats cast to `output_dtype`."""
         return cast_floats(tree, self.output_dtype)
 
     def __str__(self) -> str:
@@ -176,7 +184,7 @@ class Policy(keras.DTypePolicy):
             return self._name == other
         if isinstance(other, Policy):
             return self._dtypes() == other._dtypes()
-        plain = (keras.DTypePolicy, keras.FloatDTypePolicy)  # and neither quantized nor a map
+        plain = (keras.DTypePolicy, keras.FloatDTypePolicy)  # neither quantized nor a map
         if not isinstance(other, keras.DTypePolicy) or type(other) not in plain:
             return False
         dtypes = other.variable_dtype, other.compute_dtype, other.compute_dtype
@@ -191,8 +199,7 @@ class Policy(keras.DTypePolicy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # Keras writes the class of a policy into its files. Where Keras's own says as much, a file
-        # that names it can be loaded without kmp.
+        # Keras saves the class of a policy. A file that names Keras's class loads without kmp.
         portable = not self.adapts and self._output_dtype is None and self._keras_name()
         return keras.DTypePolicy if portable else Policy
 
@@ -208,10 +215,10 @@ class Policy(keras.DTypePolicy):
 
 
 class _LoadedPolicy(Policy):
-    """A policy as it comes out of a file.
+    """A policy loaded from a file.
 
-    Keras makes the layer from the `name` of the policy that it has loaded, of which it could not
-    make the policy again. So the name is the policy; it equals the name.
+    Keras rebuilds the layer from the policy's `name`, which says less than the policy. So `name`
+    returns the policy itself, which compares equal to its name.
     """
 
     @property
@@ -223,14 +230,10 @@ def get_policy(policy: Any = None) -> Policy:
     """Return the policy that a string, a dtype or a Keras policy describes.
 
     Args:
-        policy: what `kmp.Policy` takes as `name`, a `keras.DTypePolicy`, or None for the global
-            policy.
-
-    Returns:
-        `kmp.Policy`.
+        policy: a name, a dtype or a `keras.DTypePolicy`; None for the global policy.
 
     Raises:
-        ValueError: if it describes none; quantized policies and `DTypePolicyMap` included.
+        ValueError: if it describes no policy, or is quantized or a `DTypePolicyMap`.
 
     Example:
 
@@ -248,19 +251,17 @@ def get_policy(policy: Any = None) -> Policy:
             "A `DTypePolicyMap` gives each layer a policy of its own. Received: one with the "
             f"default {policy.default_policy.name!r}. Write kmp.get_policy(map[layer.path])."
         )
-    if isinstance(policy, keras.DTypePolicy):
-        return Policy(policy.name)
     return Policy(policy)
 
 
 def set_policy(policy: Any) -> None:
-    """Make a policy the global one: layers built from now on take it.
+    """Set the global policy, which layers created from now on take by default.
 
     Args:
-        policy: what `kmp.get_policy` takes.
+        policy: anything that `kmp.get_policy` takes.
 
     Raises:
-        ValueError: if it describes no policy; the global policy stays as it was.
+        ValueError: if it describes no policy; the global policy then stays unchanged.
 
     Example:
 
@@ -273,7 +274,7 @@ def set_policy(policy: Any) -> None:
 
 
 def _parse(policy: Any) -> dict[str, Any]:
-    """The dtypes that the name of a policy gives, by argument of `Policy`."""
+    """The dtypes in a policy's name, keyed by the arguments of `Policy`."""
     if isinstance(policy, keras.DTypePolicy):
         policy = str(policy) if isinstance(policy, Policy) else policy.name
     if not isinstance(policy, str):
@@ -291,8 +292,8 @@ def _parse(policy: Any) -> dict[str, Any]:
         if argument is None or argument in dtypes:
             what = "unknown" if argument is None else "repeated"
             raise ValueError(
-                "A policy's string gives each of params, compute and output (p, c, o) at most "
-                f"once. Received: {policy!r} with the {what} key {key!r}. Write for example "
+                "A policy string may set params, compute and output (p, c, o) once each. "
+                f"Received: {policy!r} with the {what} key {key!r}. Write for example "
                 '"params=float32,compute=float16,output=float32".'
             )
         dtypes[argument] = as_float_dtype(dtype)

@@ -1,4 +1,4 @@
-"""Verbs over nested structures of tensors: casts, finite checks, selects; names of float dtypes."""
+"""Casts, finite checks and selection over nested structures of tensors; names of float dtypes."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,18 +21,18 @@ _LONG_NAMES = {"full": "float32"} | {short: long for long, short in SHORT_NAMES.
 
 
 def half_dtype() -> DType:
-    """Return the half precision that this hardware is good at.
+    """Return the half-precision dtype that suits this hardware.
 
     Returns:
-        `"float16"` on NVIDIA GPUs before Ampere (compute capability below 8.0, which have no
-        bfloat16), `"bfloat16"` elsewhere: TPUs, later GPUs, CPUs.
+        `"float16"` on NVIDIA GPUs older than Ampere (compute capability below 8.0), which have no
+        bfloat16; `"bfloat16"` on TPUs, newer GPUs and CPUs.
 
     Example:
 
     >>> half_dtype() in ("bfloat16", "float16")
     True
 
-    Source: JMP, `half_dtype` (which knows TPUs alone); NVIDIA, "CUDA C++ Programming Guide",
+    Source: JMP, `half_dtype` (which only checks for TPUs); NVIDIA, "CUDA C++ Programming Guide",
     arithmetic throughput by compute capability.
     """
     capability = _backend.device().compute_capability
@@ -40,7 +40,7 @@ def half_dtype() -> DType:
 
 
 def cast_to_half(tree: T) -> T:
-    """Return the structure with its floats in `half_dtype()`; see `kmp.Policy` for what is touched.
+    """Return the structure with its floats cast to `half_dtype()`, as `kmp.Policy` casts.
 
     Example:
 
@@ -53,7 +53,7 @@ def cast_to_half(tree: T) -> T:
 
 
 def cast_to_full(tree: T) -> T:
-    """Return the structure with its floats in float32; see `kmp.Policy` for what is touched.
+    """Return the structure with its floats cast to float32, as `kmp.Policy` casts.
 
     Example:
 
@@ -66,7 +66,7 @@ def cast_to_full(tree: T) -> T:
 
 
 def cast_floats(tree: Tree, dtype: DType) -> Any:
-    """Cast the float tensors and arrays of a nested structure; everything else stays."""
+    """Cast the float tensors and arrays of a nested structure; leave everything else as it is."""
 
     def cast(x):
         if not _has_floats(x):
@@ -82,7 +82,7 @@ def cast_floats(tree: Tree, dtype: DType) -> Any:
 def _has_floats(x: Any) -> bool:
     arrays = (np.ndarray, np.generic, keras.KerasTensor, keras.Variable)
     if not (isinstance(x, arrays) or ops.is_tensor(x)):
-        return False  # layers, among others, have a dtype too
+        return False  # other objects, such as layers, have a dtype too
     try:
         return keras.backend.is_float_dtype(x.dtype)
     except ValueError:  # a dtype that Keras does not know, such as NumPy's strings
@@ -97,7 +97,7 @@ def as_float_dtype(dtype: Any) -> DType:
             backend.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not one of those.
     """
     name = _LONG_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if isinstance(name, str) and name == "half":  # NumPy's float16 equals "half" too
@@ -129,11 +129,11 @@ def is_complex(x: Any) -> bool:
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Tell whether no number in a structure of tensors is inf or NaN.
+    """Tell whether a structure of tensors is free of inf and NaN.
 
     Args:
-        tree: nested structure of tensors of any shape; integers, bools and None count as finite,
-            `tf.IndexedSlices` are looked at by their values, complex numbers by both parts.
+        tree: nested structure of tensors of any shape. Integers, bools and None count as finite.
+            Of `tf.IndexedSlices` the values are checked; of complex numbers, both parts.
 
     Returns:
         bool[], True for an empty structure.
@@ -153,14 +153,14 @@ def all_finite(tree: Tree) -> Tensor:
 
 
 def max_abs(tree: Tree) -> Tensor:
-    """Return the largest absolute value in a structure of gradients, over finite numbers.
+    """Return the largest absolute value of the finite numbers in a structure of gradients.
 
     Args:
-        tree: nested structure of tensors of any shape; integers, bools and None do not count, the
-            rows of `tf.IndexedSlices` that meet in one index are summed.
+        tree: nested structure of tensors of any shape. Integers, bools and None are ignored. Rows
+            of `tf.IndexedSlices` with the same index are summed first.
 
     Returns:
-        float32[], 0 for an empty structure; inf for a float64 that float32 cannot hold.
+        float32[], 0 for an empty structure, inf for a float64 value too large for float32.
 
     Example:
 
@@ -182,11 +182,11 @@ def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
 
     Args:
         pred: bool[].
-        on_true: nested structure of tensors; None may stand where both have it.
+        on_true: nested structure of tensors; may have None where `on_false` has None too.
         on_false: the same structure with the same shapes and dtypes.
 
     Returns:
-        The chosen structure. NaN in the leaf that is not chosen does no harm.
+        The chosen structure. NaNs in the other one do not affect it.
 
     Raises:
         ValueError: if `pred` is not a scalar or the structures differ.
@@ -209,9 +209,9 @@ def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
     def choose(a, b):
         if (a is None) != (b is None):
             raise ValueError(
-                "`on_true` and `on_false` must have the same structure. Received: None in one of "
-                f"them where the other has {a if b is None else b}. Put None, or a tensor such as "
-                "keras.ops.zeros_like of the other, in both."
+                "`on_true` and `on_false` must have the same structure. Received: None in one "
+                f"where the other has {a if b is None else b}. Put None in both, or a tensor in "
+                "both, for example keras.ops.zeros_like of the other."
             )
         return None if a is None else ops.where(pred, a, b)
 
@@ -219,7 +219,7 @@ def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
 
 
 def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree:
-    """Apply `function` to every float leaf; None stays None, sparse gradients stay sparse."""
+    """Apply `function` to every float leaf; None stays None and sparse gradients stay sparse."""
 
     def leaf(g):
         return _backend.map_gradient_values(function, g) if is_float(g) else g
@@ -228,7 +228,7 @@ def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree
 
 
 def multiply(tree: Tree, factor: Tensor) -> Tree:
-    """Return every float or complex leaf times a scalar, in at least float32; others unchanged."""
+    """Multiply float and complex leaves by a scalar, in at least float32; keep the others."""
     leaves = keras.tree.flatten(tree)
     leaves = [ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x for x in leaves]
     places = [i for i, x in enumerate(leaves) if is_float(x)]

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from oracle import COMPILED_MODES, MODES, Run, compiled
+from oracle import COMPILED_MODES, MODES, Run, compiled, few
 
 import kmp
 from kmp import _backend
@@ -38,7 +38,7 @@ def gradients():
 
 
 @pytest.mark.parametrize("mode", COMPILED_MODES or MODES)
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", few([False, True], True))
 def test_each_gradient_keeps_its_row(mode, together):
     def measure(present):
         present = [present[0], None, *present[1:]]
@@ -64,6 +64,7 @@ def test_each_gradient_keeps_its_row(mode, together):
         np.testing.assert_array_equal(row[[1, 3]], expected)
 
 
+@pytest.mark.wide
 @pytest.mark.only("tensorflow", "jax")
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode in ("xla", "jit")])
 def test_the_step_of_an_accelerator_is_that_of_a_cpu(mode, monkeypatch):

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from oracle import few
 
 from kmp.layers import Float32BatchNormalization
 
@@ -15,14 +16,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("policy", few(POLICIES, "mixed_float16"))
+@pytest.mark.parametrize("kind", few(BAD, "both_infs"))
 def test_statistics_ignore_a_bad_batch_in_fit(kind, policy, jit):
     assert_keeps_statistics(policy, np.array(BAD[kind]), jit)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float32"])
-@pytest.mark.parametrize("largest", [3e38, 1e30], ids=["mean", "variance"])
+@pytest.mark.parametrize("policy", few(["mixed_bfloat16", "bfloat16", "float32"], "float32"))
+@pytest.mark.parametrize("largest", few([3e38, 1e30], 1e30), ids=["mean", "variance"])
 def test_statistics_ignore_finite_inputs_whose_moments_overflow(largest, policy, jit):
     # Only the first channel overflows; the update of the second is skipped with it.
     x = np.array([[largest, 1.0], [-largest, 2.0], [largest, 1.0], [largest, 1.0]])

@@ -7,7 +7,7 @@ from keras import ops
 from oracle import MODES, compiled
 
 from kmp.layers import Float32BatchNormalization
-from kmp.layers.normalize import moments
+from kmp.layers.normalization import moments
 
 POLICIES = ["mixed_float16", "mixed_bfloat16", "float16", "bfloat16", "float32"]
 # Unit roundoff: the largest relative error of rounding to nearest.

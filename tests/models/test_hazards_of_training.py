@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from audited import CROSSENTROPY, Masked, float16, kinds_of, model_of  # noqa: F401
 from keras import layers
+from oracle import few
 
 import kmp
 from kmp._keras import path_of
@@ -139,8 +140,8 @@ def test_half_weights_of_an_optimizer_that_was_built_before():
     assert "half weights" in kinds_of(model)
 
 
-@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", ["Lion", "Adam", "Adamax"])
+@pytest.mark.parametrize("policy", few(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize("kind", few(["Lion", "Adam", "Adamax"], "Adam"))
 def test_half_weights_whose_steps_are_rounded_away(kind, policy):
     """1 - 1e-4 is 1 in both; only the bias, which is 0, can move."""
     keras.config.set_dtype_policy(policy)

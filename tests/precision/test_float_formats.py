@@ -63,6 +63,7 @@ def test_formats_are_a_read_only_mapping():
         kmp.formats["float16"].bits = 8
 
 
+@pytest.mark.slow
 def test_the_table_is_printed(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "kmp", "formats"],

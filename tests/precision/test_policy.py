@@ -279,6 +279,7 @@ assert layer.dtype_policy.output_dtype == "float32"
 """
 
 
+@pytest.mark.slow
 def test_a_saved_model_comes_back_with_its_policies(tmp_path):
     """In a new process, whose global policy is float32, and without kmp where Keras's words do."""
     names = {
@@ -301,7 +302,7 @@ def test_training_under_a_policy():
     kmp.set_policy("p=f32,c=bf16,o=f32")
     layers = [keras.layers.Dense(4), kmp.layers.Float32BatchNormalization(), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
-    model.compile(kmp.scaled("sgd", learning_rate=0.01), "mse")
+    model.compile(kmp.scaled("sgd", learning_rate=0.01), "mse", jit_compile=BACKEND == "jax")
     x = np.ones((8, 3), "float32")
     losses = model.fit(x, x[:, :1], epochs=3, verbose=0).history["loss"]
     assert losses[-1] < losses[0]

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from oracle import COMPILED_MODES, MODES, Run, compiled, number
+from oracle import BACKEND, COMPILED_MODES, MODES, Run, compiled, number
 
 import kmp
 
@@ -159,6 +159,7 @@ def regression(loss_scale, jit=bool(COMPILED_MODES)):
     return model
 
 
+@pytest.mark.wide
 def test_starts_without_the_skipped_steps_of_the_search():
     model = regression("dynamic")
     assert int(model.optimizer.skipped_steps) >= 5
@@ -168,7 +169,7 @@ def test_starts_without_the_skipped_steps_of_the_search():
 
 
 def test_saves_and_loads(tmp_path):
-    model = regression(kmp.AmaxLossScale(headroom_bits=5))
+    model = regression(kmp.AmaxLossScale(headroom_bits=5), jit=BACKEND == "jax")
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert loaded.optimizer.loss_scale == kmp.AmaxLossScale(headroom_bits=5)

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from oracle import few
 from processes import environment, run_all
 
 import kmp
@@ -52,7 +53,7 @@ def assert_equal(received, expected):
         np.testing.assert_array_equal(got, x)
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("inner", few(INNER, "adam"))
 def test_a_saved_model_loads_and_trains_as_the_one_that_was_saved(tmp_path, inner):
     model = make_model(kmp.scaled(INNER[inner](), 64.0))
     model.save(tmp_path / "model.keras")
@@ -67,7 +68,7 @@ def test_a_saved_model_loads_and_trains_as_the_one_that_was_saved(tmp_path, inne
 
 @pytest.mark.parametrize("reader_is_built", [False, True])
 @pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("inner", few(INNER, "adam"))
 def test_weights_load_with_the_learning_rate(tmp_path, inner, writer, reader_is_built):
     model = make_model(WRITERS[writer](INNER[inner]()))
     if inner != "schedule":
@@ -217,6 +218,7 @@ assert int(model.optimizer.steps) == int(model.optimizer.iterations) == 1
 
 
 @pytest.mark.only("tensorflow")  # files are the same code on all backends
+@pytest.mark.slow
 def test_a_file_loads_in_a_new_process(tmp_path):
     make_model(kmp.scaled(INNER["adam"]())).save(tmp_path / "model.keras")
     run_all(

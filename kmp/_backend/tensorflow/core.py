@@ -165,6 +165,7 @@ def update_if(
     tf.cond(keep, branch, lambda: keep)
 
 
+@tf.autograph.experimental.do_not_convert  # rewriting kmp's code would take seconds
 def run_step(
     step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
 ) -> None:
