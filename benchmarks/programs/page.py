@@ -19,8 +19,8 @@ COLUMNS = {
     "right layer when the weights of one are NaN (the first, the middle and the last in turn)",
     "compare_precisions": "`kmp.debug.compare_precisions`: the output in `mixed_float16` against "
     "float32",
-    "diagnose": "`kmp.debug.diagnose`: reaches 40 dB, and the model that is built anew under its "
-    "map trains",
+    "diagnose": "`kmp.debug.diagnose`: reaches 40 dB, and the model trains under its map: built "
+    "anew, or converted to it where layers without a path are kept",
     "memory_report": "`kmp.debug.memory_report`: KiB of a step in float32, in mixed and in pure "
     "half precision",
     "quantize_aware": "`kmp.quantize_aware` trains two steps, then `kmp.to_int8`: how well int8 "

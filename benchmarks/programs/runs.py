@@ -1,5 +1,8 @@
 """What every column does with a program: make it, train it, look at its outputs and weights."""
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
 import numpy as np
 from program import BATCH, Program
@@ -92,8 +95,11 @@ def weights(model: keras.Model) -> list[np.ndarray]:
     return [np.array(keras.ops.convert_to_numpy(w)) for w in model.weights]
 
 
-def check_untouched(before: list[np.ndarray], model: keras.Model) -> None:
-    """Raise if a look has changed a weight."""
+@contextlib.contextmanager
+def untouched(model: keras.Model) -> Iterator[None]:
+    """Raise if the block, which only looks, has changed a weight."""
+    before = weights(model)
+    yield
     pairs = zip(before, weights(model), strict=True)
     same = all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
     assert same, "the weights are not what they were"

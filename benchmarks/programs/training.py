@@ -105,7 +105,8 @@ def file(program: Program, by_kmp: bool = True) -> str:
 
 
 def file_by_keras(program: Program) -> None:
-    """The same without kmp: the model as it is, in float32."""
+    """The same without kmp: a step in mixed precision, and the file of the model in float32."""
+    fitted(made(program, "mixed_float16", keras_scaled), program, 1)
     file(program, by_kmp=False)
 
 

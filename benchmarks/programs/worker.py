@@ -26,7 +26,7 @@ COLUMNS = {
     "locate_nonfinite": (looking.locate_nonfinite, looking.eager_by_keras),
     "compare_precisions": (looking.compare_precisions, looking.eager_by_keras),
     "diagnose": (looking.diagnose, looking.diagnose_by_keras),
-    "memory_report": (looking.memory_report, None),
+    "memory_report": (looking.memory_report, looking.eager_by_keras),
     "quantize_aware": (training.quantize_aware, None),
 }
 
