@@ -43,7 +43,9 @@ A cell says *works*, *Keras cannot* (plain Keras fails in the same place) or *km
 cell that works has found stands in the second table. `fit` is compiled, on TensorFlow without XLA
 unless `PROGRAMS_XLA=1` is set; on TensorFlow the other columns train eagerly, which is quicker for
 a step or two. Layers that are frozen are left out of `quantize_aware`, and of the GAN, which has no
-`call`, the tools of `kmp.debug` are given the critic, as their message asks.
+`call`, the tools of `kmp.debug` are given the critic, as their message asks; of BayesFlow's
+approximator, its flow. BayesFlow's own `train_step` scales no loss: the verdict STALLED says so.
+JAX has no product of float16 matrices for Keras's own attention on CPUs, where this page was made.
 """
 
 
@@ -96,7 +98,7 @@ def escaped(text: str) -> str:
 def versions() -> list[str]:
     """The packages that count, with their versions."""
     found = []
-    for package in ("keras", "keras-hub", "keras-rs", "tensorflow", "jax"):
+    for package in ("keras", "keras-hub", "keras-rs", "bayesflow", "tensorflow", "jax"):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:

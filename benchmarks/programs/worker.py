@@ -13,6 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import catalogue
+import keras
 import looking
 import training
 from runs import KerasCannotError, said
@@ -34,6 +35,9 @@ COLUMNS = {
 def cell(name: str, column: str) -> tuple[str, str]:
     """What a cell says: works, Keras cannot or kmp cannot; and how, or why."""
     function, by_keras = COLUMNS[column]
+    backends = catalogue.program(name).backends
+    if keras.backend.backend() not in backends:
+        return "Keras cannot", f"its own train_step is written for {', '.join(backends)}"
     try:
         return "works", function(catalogue.program(name))
     except KerasCannotError as error:
