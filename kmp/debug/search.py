@@ -113,13 +113,20 @@ class Search:
             blame = first_blame(self.model, self.batch, scale, self.preserved)
         except Exception:
             self.preserved.restore()
-            unit = self._unit_of(raising_layer(self.model, self.batch))
+            unit = self._unit_of(raising_layer(self.model, self.batch)) or self._regularized()
             if unit is None or unit in self.kept:
                 raise
             return True, unit
         if blame is None:
             return False, None
         return True, self._unit_of(blame.call.layer) if blame.call else None
+
+    def _regularized(self) -> Unit | None:
+        """A unit with an activity regularizer in half precision, which the losses may not add."""
+        for unit in self.units:
+            if unit not in self.kept and any(x.activity_regularizer for x in unit.layers):
+                return unit
+        return None
 
     def _unit_of(self, layer: Any) -> Unit | None:
         return next((u for u in self.units if any(layer is x for x in u.layers)), None)

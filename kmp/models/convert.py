@@ -1,6 +1,5 @@
 """Convert a model that exists to mixed precision: the same object and weights, other dtypes."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,24 +115,27 @@ def _give_policies(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any
         ValueError: if the model cannot be called any more. Its policies are as before then.
     """
     before = [(layer, layer.dtype_policy) for layer in layers_of(model)]
+    after = [(layer, new) for layer, new, _ in plan]
     called = called_models(model)
     ways = [(each, call) for each in called for call in _calls(each)]
-    ways_before = [way for way in ways if symbolic_outputs(*way) is not None]
     try:
-        for layer, new, _ in plan:
-            give_policy(layer, new)
-        if any(symbolic_outputs(*way) is None for way in ways_before):
+        _give(after)
+        failed = [way for way in ways if symbolic_outputs(*way) is None]
+        if failed:
+            _give(before)
+        if any(symbolic_outputs(*way) is not None for way in failed):
             raise ValueError(
                 f"{model.name!r} cannot be called in {policy}: one of its layers mixes dtypes that "
                 "do not go together. Nothing was converted. Exclude that layer, for example "
                 "with filter_fn=lambda layer, path: layer.name != 'its_name'; or convert to "
                 "kmp.debug.diagnose(model, x, y).policy, which keeps it in float32."
             )
+        _give(after)
     except Exception:
-        for layer, old in before:
-            give_policy(layer, old)
+        _give(before)
         raise
-    if called and all(any(each is tried for tried, _ in ways_before) for each in called):
+    tried = {id(each) for each, call in ways if all(call is not other for _, other in failed)}
+    if called and all(id(each) in tried for each in called):
         return ""
     return (
         f"{model.name!r} was not tried in {policy}, because Keras cannot call it without data. "
@@ -141,10 +143,18 @@ def _give_policies(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any
     )
 
 
+def _give(policies: list[tuple[keras.Layer, Any]]) -> None:
+    for layer, policy in policies:
+        give_policy(layer, policy)
+
+
 def _calls(model: Any) -> list[Callable]:
     """How a model is called: in inference, and in training if it tells the two apart."""
-    training = [functools.partial(model.call, training=True)] * takes_training(model)
-    return [model.call, *training]
+    # Both look `call` up when they run, which may be one that casts its inputs.
+    calls: list[Callable] = [lambda *inputs: model.call(*inputs)]
+    if takes_training(model):
+        calls.append(lambda *inputs: model.call(*inputs, training=True))
+    return calls
 
 
 def _check(model: Any, policy: Policy) -> None:

@@ -211,6 +211,16 @@ def test_a_layer_that_raises_in_training_is_kept():
     model.fit(x, y, verbose=0)
 
 
+def test_a_layer_with_an_activity_regularizer_is_kept_where_its_sum_would_raise():
+    """TensorFlow adds no float16 regularizer to a float32 loss; the other backends do."""
+    body = layers.Dense(4, activity_regularizer="l2", name="body")
+    model = residual_model(layers.Dense(4, name="first"), body)
+    x, y = np.ones((3, 4), "float32"), np.ones((3, 2), "float32")
+    diagnosis = kmp.debug.diagnose(model, x, y)
+    raises = keras.backend.backend() == "tensorflow"
+    assert diagnosis.float32_layers == ("body",) * raises and diagnosis.gradients_finite
+
+
 def test_a_loss_that_raises_in_half_precision_is_not_hidden():
     """No layer can be kept for it."""
 

@@ -78,10 +78,15 @@ def nothing_converted(model, convert, error, match):
     assert model.predict_function is marker
 
 
+@pytest.mark.parametrize("kind", ["sequential", "functional"])
 @pytest.mark.parametrize("always", [True, False])
-def test_a_model_that_could_not_be_called_any_more_is_not_converted(always):
+def test_a_model_that_could_not_be_called_any_more_is_not_converted(always, kind):
     """Or trained: an auxiliary loss may run in training alone."""
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(3), Fussy(always), layers.Dense(2)])
+    model = sequential = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(3), Fussy(always), layers.Dense(2)]
+    )
+    if kind == "functional":
+        model = keras.Model(sequential.inputs, sequential.outputs)
     convert = lambda model: kmp.to_mixed_precision(model, "mixed_float16")  # noqa: E731
     nothing_converted(model, convert, ValueError, "cannot be called in mixed_float16")
     report = kmp.to_mixed_precision(
