@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 from program import BATCH, Program
-from runs import fitted, keras_scaled, kmp_scaled, leaves, made, untouched
+from runs import eager_by_keras, fitted, kmp_scaled, leaves, made, untouched
 
 import kmp
 
@@ -43,12 +43,6 @@ def plant(layer: keras.layers.Layer) -> None:
     """Fill the weights of a layer with NaN."""
     for variable in layer.trainable_weights:
         variable.assign(np.full(variable.shape, np.nan, "float32"))
-
-
-def eager_by_keras(program: Program) -> None:
-    """What the tools do with a model: a step in mixed_float16 that is not compiled."""
-    losses = fitted(made(program, "mixed_float16", keras_scaled, run_eagerly=True), program, 1)
-    assert np.isfinite(losses).all(), f"losses {losses}"
 
 
 def compare_precisions(program: Program) -> str:

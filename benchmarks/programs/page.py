@@ -45,7 +45,8 @@ unless `PROGRAMS_XLA=1` is set; on TensorFlow the other columns train eagerly, w
 a step or two. Layers that are frozen are left out of `quantize_aware`, and of the GAN, which has no
 `call`, the tools of `kmp.debug` are given the critic, as their message asks; of BayesFlow's
 approximator, its flow. BayesFlow's own `train_step` scales no loss: the verdict STALLED says so.
-JAX has no product of float16 matrices for Keras's own attention on CPUs, where this page was made.
+Keras's attention without dropout is JAX's own, which has no float16 on CPUs, where this page was
+made: on JAX these cells of the ViT and others say *Keras cannot*.
 """
 
 

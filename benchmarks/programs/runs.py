@@ -53,6 +53,12 @@ def fitted(model: keras.Model, program: Program, steps=STEPS, callbacks=None) ->
     return model.fit(x, y, **arguments, callbacks=callbacks).history[program.logged]
 
 
+def eager_by_keras(program: Program) -> None:
+    """What the tools do with a model: a step in mixed_float16 that is not compiled."""
+    losses = fitted(made(program, "mixed_float16", keras_scaled, run_eagerly=True), program, 1)
+    assert np.isfinite(losses).all(), f"losses {losses}"
+
+
 def outputs(model: keras.Model, program: Program) -> list[np.ndarray]:
     """All outputs of a batch, as float32; none of a model that cannot be called."""
     if not program.callable:

@@ -16,7 +16,7 @@ import catalogue
 import keras
 import looking
 import training
-from runs import KerasCannotError, said
+from runs import KerasCannotError, eager_by_keras, said
 
 # Each column with what shows that plain Keras cannot do it either.
 COLUMNS = {
@@ -24,10 +24,10 @@ COLUMNS = {
     "convert": (training.convert, training.convert_by_keras),
     "file": (training.file, training.file_by_keras),
     "audit": (looking.audit, None),
-    "locate_nonfinite": (looking.locate_nonfinite, looking.eager_by_keras),
-    "compare_precisions": (looking.compare_precisions, looking.eager_by_keras),
+    "locate_nonfinite": (looking.locate_nonfinite, eager_by_keras),
+    "compare_precisions": (looking.compare_precisions, eager_by_keras),
     "diagnose": (looking.diagnose, looking.diagnose_by_keras),
-    "memory_report": (looking.memory_report, looking.eager_by_keras),
+    "memory_report": (looking.memory_report, eager_by_keras),
     "quantize_aware": (training.quantize_aware, None),
 }
 
