@@ -32,6 +32,7 @@ lint: $(VENV)/test.stamp
 programs: $(VENV)-programs/stamp
 	$(VENV)-programs/bin/python benchmarks/programs/table.py
 	KERAS_BACKEND=tensorflow $(VENV)-programs/bin/python -m pytest tests/test_programs.py
+	KERAS_BACKEND=jax $(VENV)-programs/bin/python -m pytest tests/test_programs.py
 
 $(VENV)-programs/stamp: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-programs

@@ -63,6 +63,8 @@ _RECOMMENDING = {
     "ranking": "List-wise ranking",
 }
 
+_BAYES = {"coupling_flow": "Coupling flow, parameters of a simulator"}
+
 _GENERATIVE = {
     "vae": "Variational autoencoder",
     "gan": "GAN with two optimizers",
@@ -84,6 +86,7 @@ CATALOGUE: dict[str, Entry] = {
     **{name: Entry("keras-hub", "vision", what) for name, what in _VISION.items()},
     **{name: Entry("keras-hub", "several", what) for name, what in _SEVERAL.items()},
     **{name: Entry("keras-rs", "recommending", what) for name, what in _RECOMMENDING.items()},
+    **{name: Entry("BayesFlow", "bayes", what) for name, what in _BAYES.items()},
     **{name: Entry("as on keras.io", "generative", what) for name, what in _GENERATIVE.items()},
     **{name: Entry("as on keras.io", "sequences", what) for name, what in _SEQUENCES.items()},
 }

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 from program import BATCH, Program
-from runs import check_untouched, fitted, kmp_scaled, leaves, made, weights
+from runs import eager_by_keras, fitted, kmp_scaled, leaves, made, untouched
 
 import kmp
 
@@ -11,10 +11,9 @@ import kmp
 def audit(program: Program) -> str:
     """The audit of the model in mixed_float16 with kmp's optimizer."""
     model = made(program, "mixed_float16", kmp_scaled)
-    before = weights(model)
-    found = kmp.audit(model)
+    with untouched(model):
+        found = kmp.audit(model)
     assert str(found)
-    check_untouched(before, model)
     kinds = sorted({finding.kind for finding in found.findings})
     assert "unscaled float16" not in kinds, "takes the scaled loss for one that is not"
     return ", ".join(kinds) or "nothing dangerous"
@@ -29,51 +28,50 @@ def locate_nonfinite(program: Program) -> str:
     for i in sorted({0, len(layers) // 2, len(layers) - 1}):
         layer = layers[i]
         kept = [np.array(w) for w in layer.get_weights()]
-        before = planted(layer, model)
-        report = kmp.debug.locate_nonfinite(model, x, y)
+        plant(layer)
+        with untouched(model):
+            report = kmp.debug.locate_nonfinite(model, x, y)
         path = (report.path or "").split(" ")[0]
         inside = layer.path.startswith(f"{path}/") and bool(path)
         assert path == layer.path or inside, f"planted in {layer.path}, it says {report}"[:300]
-        check_untouched(before, model)
         named, around = named + (path == layer.path), around + inside
         layer.set_weights(kept)
     return f"{named} of {named + around}" + ", else the layer around it" * bool(around)
 
 
-def planted(layer: keras.layers.Layer, model: keras.Model) -> list[np.ndarray]:
-    """Fill the weights of a layer with NaN; the weights of the model then."""
+def plant(layer: keras.layers.Layer) -> None:
+    """Fill the weights of a layer with NaN."""
     for variable in layer.trainable_weights:
         variable.assign(np.full(variable.shape, np.nan, "float32"))
-    return weights(model)
-
-
-def eager_by_keras(program: Program) -> None:
-    """What the tools do with a model: a step in mixed_float16 that is not compiled."""
-    fitted(made(program, "mixed_float16", kmp_scaled, run_eagerly=True), program, 1)
 
 
 def compare_precisions(program: Program) -> str:
     """The model in float32 against mixed_float16."""
     model, x, y = program.replayed(made(program))
-    before = weights(model)
-    report = kmp.debug.compare_precisions(model, x, y)
+    with untouched(model):
+        report = kmp.debug.compare_precisions(model, x, y)
     assert str(report) and report.rows, "no layer was compared"
-    check_untouched(before, model)
     assert not np.isnan(report.output_sqnr), "output SQNR is NaN"
     return f"{report.output_sqnr:.0f} dB, {len(report.rows)} calls"
 
 
 def diagnose(program: Program) -> str:
-    """Which layers have to stay in float32; the model built anew under the map trains."""
+    """Which layers have to stay in float32; the model trains under the map, as the report says."""
     model, x, y = program.replayed(made(program))
-    before = weights(model)
-    report = kmp.debug.diagnose(model, x, y)
+    with untouched(model):
+        report = kmp.debug.diagnose(model, x, y)
     assert str(report)
-    check_untouched(before, model)
     assert report.sqnr >= report.target_sqnr, f"ends with {report.sqnr:.0f} dB"
-    losses = fitted(made(program, report.policy, kmp_scaled), program, 2)
+    how = ""
+    if report.without_path:
+        how = ", converted"
+        model = made(program, wrap=kmp_scaled)
+        kmp.to_mixed_precision(model, report.policy)
+    else:
+        model = made(program, report.policy, kmp_scaled)
+    losses = fitted(model, program, 2)
     assert np.isfinite(losses).all(), f"under the map, losses {losses}"
-    return f"{report.sqnr:.0f} dB, {len(report.float32_layers)} layers in float32"
+    return f"{report.sqnr:.0f} dB, {len(report.float32_layers)} layers in float32{how}"
 
 
 def diagnose_by_keras(program: Program) -> None:
@@ -85,10 +83,9 @@ def diagnose_by_keras(program: Program) -> None:
 def memory_report(program: Program) -> str:
     """The bytes of a step in three precisions."""
     model, x, _ = program.replayed(made(program))
-    before = weights(model)
-    report = kmp.debug.memory_report(model, BATCH, x)
+    with untouched(model):
+        report = kmp.debug.memory_report(model, BATCH, x)
     assert str(report)
-    check_untouched(before, model)
     full, mixed, pure = report.rows
     # Sizes of variables, which the model can be asked for too; states of the optimizer are not.
     counted = sum(w.dtype != "uint32" and int(np.prod(w.shape)) * 4 for w in model.weights)

@@ -19,8 +19,8 @@ COLUMNS = {
     "right layer when the weights of one are NaN (the first, the middle and the last in turn)",
     "compare_precisions": "`kmp.debug.compare_precisions`: the output in `mixed_float16` against "
     "float32",
-    "diagnose": "`kmp.debug.diagnose`: reaches 40 dB, and the model that is built anew under its "
-    "map trains",
+    "diagnose": "`kmp.debug.diagnose`: reaches 40 dB, and the model trains under its map: built "
+    "anew, or converted to it where layers without a path are kept",
     "memory_report": "`kmp.debug.memory_report`: KiB of a step in float32, in mixed and in pure "
     "half precision",
     "quantize_aware": "`kmp.quantize_aware` trains two steps, then `kmp.to_int8`: how well int8 "
@@ -43,7 +43,10 @@ A cell says *works*, *Keras cannot* (plain Keras fails in the same place) or *km
 cell that works has found stands in the second table. `fit` is compiled, on TensorFlow without XLA
 unless `PROGRAMS_XLA=1` is set; on TensorFlow the other columns train eagerly, which is quicker for
 a step or two. Layers that are frozen are left out of `quantize_aware`, and of the GAN, which has no
-`call`, the tools of `kmp.debug` are given the critic, as their message asks.
+`call`, the tools of `kmp.debug` are given the critic, as their message asks; of BayesFlow's
+approximator, its flow. BayesFlow's own `train_step` scales no loss: the verdict STALLED says so.
+Keras's attention without dropout is JAX's own, which has no float16 on CPUs, where this page was
+made: on JAX these cells of the ViT and others say *Keras cannot*.
 """
 
 
@@ -96,7 +99,7 @@ def escaped(text: str) -> str:
 def versions() -> list[str]:
     """The packages that count, with their versions."""
     found = []
-    for package in ("keras", "keras-hub", "keras-rs", "tensorflow", "jax"):
+    for package in ("keras", "keras-hub", "keras-rs", "bayesflow", "tensorflow", "jax"):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:

@@ -1,5 +1,8 @@
 """What every column does with a program: make it, train it, look at its outputs and weights."""
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
 import numpy as np
 from program import BATCH, Program
@@ -50,6 +53,12 @@ def fitted(model: keras.Model, program: Program, steps=STEPS, callbacks=None) ->
     return model.fit(x, y, **arguments, callbacks=callbacks).history[program.logged]
 
 
+def eager_by_keras(program: Program) -> None:
+    """What the tools do with a model: a step in mixed_float16 that is not compiled."""
+    losses = fitted(made(program, "mixed_float16", keras_scaled, run_eagerly=True), program, 1)
+    assert np.isfinite(losses).all(), f"losses {losses}"
+
+
 def outputs(model: keras.Model, program: Program) -> list[np.ndarray]:
     """All outputs of a batch, as float32; none of a model that cannot be called."""
     if not program.callable:
@@ -92,8 +101,11 @@ def weights(model: keras.Model) -> list[np.ndarray]:
     return [np.array(keras.ops.convert_to_numpy(w)) for w in model.weights]
 
 
-def check_untouched(before: list[np.ndarray], model: keras.Model) -> None:
-    """Raise if a look has changed a weight."""
+@contextlib.contextmanager
+def untouched(model: keras.Model) -> Iterator[None]:
+    """Raise if the block, which only looks, has changed a weight."""
+    before = weights(model)
+    yield
     pairs = zip(before, weights(model), strict=True)
     same = all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
     assert same, "the weights are not what they were"

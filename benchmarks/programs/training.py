@@ -13,6 +13,7 @@ from program import Program
 from runs import (
     QUICK,
     KerasCannotError,
+    eager_by_keras,
     fitted,
     keras_scaled,
     kmp_scaled,
@@ -105,7 +106,8 @@ def file(program: Program, by_kmp: bool = True) -> str:
 
 
 def file_by_keras(program: Program) -> None:
-    """The same without kmp: the model as it is, in float32."""
+    """The same without kmp: a step in mixed precision, and the file of the model in float32."""
+    eager_by_keras(program)
     file(program, by_kmp=False)
 
 

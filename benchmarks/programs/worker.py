@@ -13,9 +13,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import catalogue
+import keras
 import looking
 import training
-from runs import KerasCannotError, said
+from runs import KerasCannotError, eager_by_keras, said
 
 # Each column with what shows that plain Keras cannot do it either.
 COLUMNS = {
@@ -23,10 +24,10 @@ COLUMNS = {
     "convert": (training.convert, training.convert_by_keras),
     "file": (training.file, training.file_by_keras),
     "audit": (looking.audit, None),
-    "locate_nonfinite": (looking.locate_nonfinite, looking.eager_by_keras),
-    "compare_precisions": (looking.compare_precisions, looking.eager_by_keras),
+    "locate_nonfinite": (looking.locate_nonfinite, eager_by_keras),
+    "compare_precisions": (looking.compare_precisions, eager_by_keras),
     "diagnose": (looking.diagnose, looking.diagnose_by_keras),
-    "memory_report": (looking.memory_report, None),
+    "memory_report": (looking.memory_report, eager_by_keras),
     "quantize_aware": (training.quantize_aware, None),
 }
 
@@ -34,6 +35,9 @@ COLUMNS = {
 def cell(name: str, column: str) -> tuple[str, str]:
     """What a cell says: works, Keras cannot or kmp cannot; and how, or why."""
     function, by_keras = COLUMNS[column]
+    backends = catalogue.program(name).backends
+    if keras.backend.backend() not in backends:
+        return "Keras cannot", f"its own train_step is written for {', '.join(backends)}"
     try:
         return "works", function(catalogue.program(name))
     except KerasCannotError as error:

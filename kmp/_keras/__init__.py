@@ -144,15 +144,17 @@ def symbolic_outputs(model: Any, call: Callable | None = None) -> Any:
     No weight or random state is read or changed, and no node is added to any layer. Private:
     `compute_output_spec`; calling the model itself on KerasTensors would add nodes.
     """
+    if is_graph(model):
+        inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        try:
+            return keras.src.backend.compute_output_spec(call or model.call, inputs)
+        except Exception:  # whatever the user's code raises
+            return None
     shapes = model.get_build_config() or {}
     shapes = shapes.get("shapes_dict") or {"inputs": shapes.get("input_shape")}
     for dtype in ("float32", "int32"):  # the model knows its inputs' shapes, not their dtypes
         try:
             inputs = [_specs(shape, dtype) for shape in shapes.values()]
-            if is_graph(model):
-                sequential = isinstance(model, keras.Sequential)
-                inputs = [model.inputs[0] if sequential else model.input]
-                return keras.src.backend.compute_output_spec(call or model.call, *inputs)
             with casting_inputs(model):
                 return keras.src.backend.compute_output_spec(call or model.call, *inputs)
         except Exception:  # whatever the user's code raises

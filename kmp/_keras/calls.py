@@ -101,6 +101,10 @@ class Recorder:
         """Note that the innermost call ends."""
         self._stack.pop().span.append(self._tick())
 
+    def raised(self) -> Call | None:
+        """The innermost call that raised, where the recorded code did."""
+        return next((call for call in reversed(self.calls) if call.outputs is None), None)
+
     def is_on(self) -> bool:
         """Whether this is the recorded thread: other threads call models of their own."""
         return threading.get_ident() == self._thread

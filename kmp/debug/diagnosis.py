@@ -8,12 +8,11 @@ import keras
 
 from kmp._backend.types import Tree
 from kmp._common import number, table
-from kmp.debug.nonfinite import first_blame
-from kmp.debug.policies import Unit, checked_policy, under, under_map, units_of
-from kmp.debug.precisions import output_sqnr, quality_of
+from kmp.debug.policies import checked_policy, under
 from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import LayerRange, ranges_of
 from kmp.debug.replay import Batch, Loss, as_batch, call_model, check_replayable
+from kmp.debug.search import Search
 from kmp.debug.stats import has_nonfinite, measure, sqnr_of
 from kmp.precision.trees import HALF_DTYPES
 
@@ -23,10 +22,12 @@ class Diagnosis:
     """What half precision does to a model, and what to do; see `diagnose`.
 
     Attributes:
-        policy: a `keras.dtype_policies.DTypePolicyMap` by `layer.path`.
+        policy: a `keras.dtype_policies.DTypePolicyMap` by `layer.path`, or by the name of a layer
+            to which Keras gives no path.
         float32_layers: the paths of the layers that stay in float32, with what is inside of them.
-        without_path: the names of those among them to which Keras gives no path, so that no map
-            reaches them (pooling, activations): give them `dtype="float32"` themselves.
+        without_path: the names of those among them to which Keras gives no path (pooling,
+            activations, dropout). `kmp.to_mixed_precision(model, policy)` keeps them in float32; a
+            model that is built anew does not find them: give them `dtype="float32"` there.
         sqnr: dB of the model's output under `policy`, measured.
         sqnr_before: dB with all layers in half precision.
         target_sqnr: dB that were asked for.
@@ -67,7 +68,10 @@ class Diagnosis:
         lines = [head]
         if self.without_path:
             names = ", ".join(self.without_path)
-            lines.append(f"no map reaches {names}: write dtype='float32' there")
+            lines.append(
+                f"Keras gives no path to {names}: kmp.to_mixed_precision(model, report.policy) "
+                "keeps them in float32, in a model built anew write dtype='float32' there"
+            )
         if self.loss_scale is not None:
             finite = "all gradients finite" if self.gradients_finite else "some gradients overflow"
             lines.append(f"advised loss scale {self.loss_scale:g}: {finite}")
@@ -100,11 +104,13 @@ def diagnose(
     lost or be degraded in float16 and in bfloat16. Then the layers are tried: each alone in half
     precision, to rank them by what they cost the output; all in half precision but for the worst
     one, two, three, until the output has `target_sqnr`; and without each of those again, so that
-    none is kept that could go. With targets, layers whose gradients overflow at the advised loss
-    scale are kept too. The map is run before it is returned: `sqnr` is measured.
+    none is kept that could go. With targets, layers that raise in training or whose gradients
+    overflow at the advised loss scale are kept too. The map is run before it is returned: `sqnr` is
+    measured.
 
-    Use the map with `keras.config.set_dtype_policy(report.policy)` before the model is built anew
-    under the same names, with `kmp.scaled(optimizer)`, since Keras scales no loss under a map.
+    Use the map with `kmp.to_mixed_precision(model, report.policy)`; or with
+    `keras.config.set_dtype_policy(report.policy)` before the model is built anew under the same
+    names, with `kmp.scaled(optimizer)`, since Keras scales no loss under a map.
 
     A layer moves with the layers in it. All runs are eager; everything is put back. One run for
     each layer, and a few more.
@@ -151,7 +157,7 @@ def diagnose(
             outputs = call_model(model, batch[0], training=False)
             _check_finite(model, batch, outputs)
             ranges, scale = ranges_of(model, batch, y is not None, preserved)
-        search = _Search(model, batch, outputs, policy, target_sqnr, preserved)
+        search = Search(model, batch, outputs, policy, target_sqnr, preserved)
         search.keep_for_the_output(verbose)
         finite = None
         if scale is not None:
@@ -168,99 +174,6 @@ def diagnose(
             gradients_finite=finite,
             ranges=tuple(ranges),
         )
-
-
-class _Search:
-    """The layers that are kept in float32, and what that gives."""
-
-    def __init__(
-        self,
-        model: keras.Model,
-        batch: Batch,
-        outputs: Tree,
-        policy: str,
-        target: float,
-        preserved: Preserved,
-    ):
-        self.model, self.batch, self.outputs = model, batch, outputs
-        self.policy, self.target, self.preserved = policy, target, preserved
-        self.dtype = keras.dtype_policies.get(policy).compute_dtype
-        self.units = units_of(model)
-        self.kept: list[Unit] = []
-        self._measured: dict[frozenset[Unit], float] = {}
-        self.before = self.sqnr()
-
-    def policies(self) -> keras.dtype_policies.DTypePolicyMap:
-        """The map."""
-        paths = [layer.path for unit in self.kept for layer in unit.layers if layer.path]
-        full = keras.dtype_policies.get("float32")
-        # As a dict: a layer that two units share would be set twice, which a map refuses.
-        return keras.dtype_policies.DTypePolicyMap(
-            keras.dtype_policies.get(self.policy), dict.fromkeys(paths, full)
-        )
-
-    def without_path(self) -> list[keras.Layer]:
-        """The layers that are kept and that no map reaches, those inside other layers included."""
-        kept = {id(layer): layer for unit in self.kept for layer in unit.layers}
-        return [layer for layer in kept.values() if not layer.path]
-
-    def swapped(self) -> Any:
-        """Within, the model computes as the map says."""
-        return under_map(self.model, self.policies(), self.without_path())
-
-    def sqnr(self) -> float:
-        """dB of the output under the map; NaN where the model does not run so."""
-        kept = frozenset(self.kept)
-        if kept not in self._measured:
-            self._measured[kept] = quality_of(
-                self.model, self.batch[0], self.outputs, self.swapped, self.preserved
-            )
-        return self._measured[kept]
-
-    def keep_for_the_output(self, verbose: int) -> None:
-        """Keep the worst until the target is reached, then drop what it does not need."""
-        progress = keras.utils.Progbar(len(self.units), verbose=verbose, unit_name="layer")
-        cost = {}
-        for unit in self.units:
-            alone = output_sqnr(
-                self.model, self.batch[0], self.outputs, self.policy, unit, self.preserved
-            )
-            cost[unit] = math.inf if math.isnan(alone) else alone
-            progress.add(1)
-        ranked = sorted(self.units, key=cost.__getitem__)
-        while not self.sqnr() >= self.target and len(self.kept) < len(ranked):
-            self.kept.append(ranked[len(self.kept)])
-        for unit in self.kept[::-1]:
-            before = self.kept
-            self.kept = [other for other in before if other is not unit]
-            if not self.sqnr() >= self.target:
-                self.kept = before
-        if math.isnan(self.sqnr()):
-            self._run()  # raises what the comparison has swallowed
-
-    def _run(self) -> Tree:
-        self.preserved.restore()
-        with self.swapped():
-            return call_model(self.model, self.batch[0], training=False)
-
-    def keep_for_the_gradients(self, scale: float) -> bool:
-        """Keep what overflows in a training step; tell whether everything is finite in the end."""
-        for _ in range(len(self.units) + 1):
-            with self.swapped():
-                blame = first_blame(self.model, self.batch, scale, self.preserved)
-            if blame is None:
-                return True
-            unit = self._unit_of(blame.call.layer) if blame.call else None
-            if unit is None or unit in self.kept:
-                return False
-            self.kept.append(unit)
-            if math.isnan(self.sqnr()):  # the model does not run so
-                self.kept.pop()
-                return False
-        return False
-
-    def _unit_of(self, layer: Any) -> Unit | None:
-        return next((u for u in self.units if any(layer is x for x in u.layers)), None)
 
 
 def _check_finite(model: keras.Model, batch: Batch, outputs: Tree) -> None:

@@ -97,6 +97,19 @@ def forward(
     return recorder, outputs, loss
 
 
+def raising_layer(model: keras.Model, batch: Batch) -> Any:
+    """The innermost layer that raises where the model and its loss run as in training, or None."""
+    x, y, sample_weight = batch
+    recorder = Recorder()
+    try:
+        with recording(recorder):
+            Loss(model)(x, y, call_model(model, x, training=True), sample_weight)
+    except Exception:  # whatever the user's code raises
+        call = recorder.raised()
+        return call.layer if call else None
+    return None
+
+
 def _holds_numbers(call: Call) -> bool:
     """Whether nothing that the call got or gave is a tracer of a compiled function."""
     tensors = floats((call.received, call.outputs))

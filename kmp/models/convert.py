@@ -16,6 +16,7 @@ from kmp._keras import (
     parts_of,
     path_of,
     symbolic_outputs,
+    takes_training,
 )
 from kmp.models.heads import called_models, output_layers
 from kmp.models.optimizers import scale_losses
@@ -48,8 +49,9 @@ def to_mixed_precision(
     its state, unless it scales the loss already; other optimizers that the model holds, such as
     those of a GAN, are named in the report. Functions that Keras has compiled are dropped.
 
-    The converted model is called once with symbolic inputs, so that an error shows now. The report
-    says so if Keras cannot do that. A model without `call` is converted and tried by its parts.
+    The converted model is called with symbolic inputs, in inference and in training, so that an
+    error shows now. The report says so if Keras cannot do that. A model without `call` is converted
+    and tried by its parts.
 
     Saved files keep the policies. If your own code creates layers, `import kmp` before loading.
     A converted model can be converted again, to another policy or back to `"float32"`.
@@ -113,27 +115,46 @@ def _give_policies(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any
         ValueError: if the model cannot be called any more. Its policies are as before then.
     """
     before = [(layer, layer.dtype_policy) for layer in layers_of(model)]
+    after = [(layer, new) for layer, new, _ in plan]
     called = called_models(model)
-    callable_before = [each for each in called if symbolic_outputs(each) is not None]
+    ways = [(each, call) for each in called for call in _calls(each)]
     try:
-        for layer, new, _ in plan:
-            give_policy(layer, new)
-        if any(symbolic_outputs(each) is None for each in callable_before):
+        _give(after)
+        failed = [way for way in ways if symbolic_outputs(*way) is None]
+        if failed:
+            _give(before)
+        if any(symbolic_outputs(*way) is not None for way in failed):
             raise ValueError(
                 f"{model.name!r} cannot be called in {policy}: one of its layers mixes dtypes that "
                 "do not go together. Nothing was converted. Exclude that layer, for example "
-                "with filter_fn=lambda layer, path: layer.name != 'its_name'."
+                "with filter_fn=lambda layer, path: layer.name != 'its_name'; or convert to "
+                "kmp.debug.diagnose(model, x, y).policy, which keeps it in float32."
             )
+        _give(after)
     except Exception:
-        for layer, old in before:
-            give_policy(layer, old)
+        _give(before)
         raise
-    if called and len(callable_before) == len(called):
+    tried = {id(each) for each, call in ways if all(call is not other for _, other in failed)}
+    if called and all(id(each) in tried for each in called):
         return ""
     return (
         f"{model.name!r} was not tried in {policy}, because Keras cannot call it without data. "
         "Call it on a batch: if it raises, one of its layers mixes dtypes that do not go together."
     )
+
+
+def _give(policies: list[tuple[keras.Layer, Any]]) -> None:
+    for layer, policy in policies:
+        give_policy(layer, policy)
+
+
+def _calls(model: Any) -> list[Callable]:
+    """How a model is called: in inference, and in training if it tells the two apart."""
+    # Both look `call` up when they run, which may be one that casts its inputs.
+    calls: list[Callable] = [lambda *inputs: model.call(*inputs)]
+    if takes_training(model):
+        calls.append(lambda *inputs: model.call(*inputs, training=True))
+    return calls
 
 
 def _check(model: Any, policy: Policy) -> None:

@@ -80,7 +80,10 @@ def test_a_layer_without_a_path_is_kept_and_said():
     diagnosis = kmp.debug.diagnose(model, x)
     assert relu.path is None
     assert diagnosis.without_path == diagnosis.float32_layers == ("relu",)
-    assert "no map reaches relu: write dtype='float32' there" in str(diagnosis)
+    assert "in a model built anew write dtype='float32' there" in str(diagnosis)
+    assert "Keras gives no path to relu: " in str(diagnosis)
+    kmp.to_mixed_precision(model, diagnosis.policy)
+    assert relu.compute_dtype == "float32" and find(model, "conv").compute_dtype == "float16"
 
 
 def test_the_advised_scale_leaves_one_doubling():
@@ -168,6 +171,67 @@ def test_a_kept_block_keeps_the_layers_without_a_path_in_it(with_targets):
     assert set(diagnosis.without_path) == {"relu", "dropout"}
     assert diagnosis.sqnr >= 40 > diagnosis.sqnr_before
     assert diagnosis.gradients_finite in ((True,) if with_targets else (None,))
+
+
+def test_the_map_trains_a_model_of_which_one_block_is_kept():
+    """A map finds none of the layers without a path; a conversion to it keeps those in the block.
+
+    As in keras-hub's T5, whose blocks add what their dropout returns to what they were given.
+    """
+    blocks = [Residual(name=name) for name in ("one", "two")]
+    model = residual_model(*blocks)
+    plant(blocks[0], "underflow")
+    x, y = np.ones((3, 4), "float32"), np.ones((3, 2), "float32")
+    diagnosis = kmp.debug.diagnose(model, x, y)
+    assert diagnosis.float32_layers == ("one",)
+    rule = kmp.DynamicLossScale(initial_scale=diagnosis.loss_scale)
+    model.compile(kmp.scaled("sgd", rule), loss="mse")
+    kmp.to_mixed_precision(model, diagnosis.policy)
+    assert [block.dropout.compute_dtype for block in blocks] == ["float32", "float16"]
+    model.fit(x, y, verbose=0)
+    assert int(model.optimizer.skipped_steps) == 0
+
+
+class OnlyTrainsInFloat32(layers.Layer):
+    """Raises in training alone, as TensorFlow does where an auxiliary loss mixes dtypes."""
+
+    def call(self, x, training=False):
+        if training and keras.backend.standardize_dtype(x.dtype) != "float32":
+            raise TypeError("no float16 in training")
+        return x
+
+
+def test_a_layer_that_raises_in_training_is_kept():
+    model = residual_model(OnlyTrainsInFloat32(name="fussy"))
+    x, y = np.ones((3, 4), "float32"), np.ones((3, 2), "float32")
+    assert kmp.debug.diagnose(model, x).float32_layers == ()
+    diagnosis = kmp.debug.diagnose(model, x, y)
+    assert diagnosis.float32_layers == ("fussy",) and diagnosis.gradients_finite
+    kmp.to_mixed_precision(model, diagnosis.policy)
+    model.fit(x, y, verbose=0)
+
+
+def test_a_layer_with_an_activity_regularizer_is_kept_where_its_sum_would_raise():
+    """TensorFlow adds no float16 regularizer to a float32 loss; the other backends do."""
+    body = layers.Dense(4, activity_regularizer="l2", name="body")
+    model = residual_model(layers.Dense(4, name="first"), body)
+    x, y = np.ones((3, 4), "float32"), np.ones((3, 2), "float32")
+    diagnosis = kmp.debug.diagnose(model, x, y)
+    raises = keras.backend.backend() == "tensorflow"
+    assert diagnosis.float32_layers == ("body",) * raises and diagnosis.gradients_finite
+
+
+def test_a_loss_that_raises_in_half_precision_is_not_hidden():
+    """No layer can be kept for it."""
+
+    def loss(y, y_pred):  # Keras casts both to float32
+        assert model.get_layer("logits").compute_dtype == "float32", "a loss in float32"
+        return ops.mean(y_pred - y)
+
+    model = residual_model()
+    model.compile("sgd", loss)
+    with pytest.raises(AssertionError, match="a loss in float32"):
+        kmp.debug.diagnose(model, np.ones((3, 4), "float32"), np.ones((3, 2), "float32"))
 
 
 def test_two_kept_blocks_may_share_a_layer():

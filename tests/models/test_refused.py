@@ -55,8 +55,13 @@ def test_layers_that_only_a_train_step_calls_cannot_be_tried():
 
 
 class Fussy(layers.Layer):
-    def call(self, x):
-        if keras.backend.standardize_dtype(x.dtype) != "float32":
+    def __init__(self, always=True, **kwargs):
+        super().__init__(**kwargs)
+        self.always = always
+
+    def call(self, x, training=False):
+        half = keras.backend.standardize_dtype(x.dtype) != "float32"
+        if half and (training or self.always):
             raise TypeError("Fussy wants float32")
         return x
 
@@ -73,8 +78,15 @@ def nothing_converted(model, convert, error, match):
     assert model.predict_function is marker
 
 
-def test_a_model_that_could_not_be_called_any_more_is_not_converted():
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(3), Fussy(), layers.Dense(2)])
+@pytest.mark.parametrize("kind", ["sequential", "functional"])
+@pytest.mark.parametrize("always", [True, False])
+def test_a_model_that_could_not_be_called_any_more_is_not_converted(always, kind):
+    """Or trained: an auxiliary loss may run in training alone."""
+    model = sequential = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(3), Fussy(always), layers.Dense(2)]
+    )
+    if kind == "functional":
+        model = keras.Model(sequential.inputs, sequential.outputs)
     convert = lambda model: kmp.to_mixed_precision(model, "mixed_float16")  # noqa: E731
     nothing_converted(model, convert, ValueError, "cannot be called in mixed_float16")
     report = kmp.to_mixed_precision(
