@@ -39,7 +39,7 @@ def build_under(build: Callable[[], tuple], policy: Any, seed: int) -> tuple:
 
     `kmp.to_mixed_precision` converts to a policy with float32 parameters. Under any other policy
     the model is built again, with the float32 weights rounded to its dtype. kmp scales the loss
-    under float16 with float32 parameters, and under no other policy.
+    under float16 with float32 parameters, and updates bfloat16 parameters in float32.
 
     Args:
         build: takes nothing and returns a tuple, a compiled model first. The global dtype policy
@@ -66,6 +66,8 @@ def build_under(build: Callable[[], tuple], policy: Any, seed: int) -> tuple:
     # Keras's own LossScaleOptimizer gives way to the optimizer in it.
     if not (scales and isinstance(model.optimizer, LossScaleOptimizer)):
         model.optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    if policy.param_dtype == "bfloat16":
+        model.optimizer = LossScaleOptimizer(model.optimizer, loss_scale="none")
     if is_mixed:
         to_mixed_precision(model, policy)  # and wraps the optimizer under float16
     return model, *rest

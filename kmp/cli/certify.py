@@ -36,8 +36,8 @@ class PolicyRuns:
         steps: int, taken in all runs together.
         skipped_steps: int, how many of them kmp skipped.
         result: `Equivalence` to float32; None for float32 itself.
-        counts: bool, whether the policy has float32 parameters. One that keeps them in half
-            precision is shown as a counter-example.
+        counts: bool, whether the policy has float32 or bfloat16 parameters. One that keeps them in
+            float16 is shown as a counter-example.
     """
 
     policy: str
@@ -132,8 +132,9 @@ def certify(
         task: a `kmp.cli.tasks.Task`. Its function is called under the global policy float32, and
             `kmp.to_mixed_precision` converts; for a policy with half parameters it is called under
             that policy.
-        policies: what `kmp.get_policy` takes. Those with float32 parameters count; any other is
-            trained as Keras does it, without loss scaling, as a counter-example.
+        policies: what `kmp.get_policy` takes. Those with float32 or bfloat16 parameters count,
+            the latter updated in float32 by `kmp.scaled`. Any other is trained as Keras does it,
+            without loss scaling, as a counter-example.
         progress: called with what begins now, the number of finished trainings, and that of all.
         ledger: keeps each training as it finishes; those that it holds are not repeated.
 
@@ -192,7 +193,7 @@ def _policy_runs(
         steps=sum(each.steps for each in own),
         skipped_steps=sum(each.skipped_steps for each in own),
         result=None if own is full else equivalence(differences, task.margin),
-        counts=get_policy(policy).param_dtype == "float32",
+        counts=get_policy(policy).param_dtype in ("float32", "bfloat16"),
     )
 
 

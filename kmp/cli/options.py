@@ -85,8 +85,9 @@ def _add_certify_options(command: argparse.ArgumentParser) -> None:
         "--policies",
         nargs="+",
         default=list(CERTIFY_POLICIES),
-        help="compared with float32; one that keeps its parameters in half precision is trained "
-        "without loss scaling, as a counter-example, and does not change the exit status",
+        help="compared with float32, such as bfloat16, whose parameters kmp updates in float32; "
+        "float16 is trained without loss scaling, as a counter-example, and does not change the "
+        "exit status",
     )
     own = command.add_argument_group("needed for a function of yours")
     own.add_argument("--metric", help="a name that evaluate returns; default: loss")

@@ -48,3 +48,11 @@ def test_a_policy_that_the_function_sets_itself_does_not_stay():
 def test_a_path_that_leads_nowhere(path, message):
     with pytest.raises(ValueError, match=message):
         load(path)
+
+
+def test_bfloat16_parameters_are_updated_in_float32():
+    model, *_ = build_under(build, "bfloat16", seed=3)
+    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
+    assert {v.dtype for v in model.trainable_variables} == {"bfloat16"}
+    model.optimizer.build(model.trainable_variables)
+    assert model.optimizer.rounding_seed is not None and not model.optimizer.divides_gradients
