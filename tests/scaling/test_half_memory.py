@@ -324,3 +324,57 @@ def test_an_optimizer_that_is_built_already_is_named():
     inner.build(variables)
     with pytest.warns(kmp.PrecisionWarning, match="built before"):
         kmp.scaled(inner, loss_scale="none").build(variables)
+
+
+def compiled_model(**memory):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    model.compile(kmp.scaled("adam", loss_scale=1024, **memory), "mse")
+    model.fit(np.eye(4, dtype="float32"), np.ones((4, 1), "float32"), verbose=0, epochs=3)
+    return model
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_files_of_either_slots_load_into_the_other(saved, loaded, tmp_path):
+    model = compiled_model(slot_dtype=saved)
+    model.save_weights(tmp_path / "state.weights.h5")
+    other = compiled_model(slot_dtype=loaded)
+    other.fit(np.eye(4, dtype="float32"), np.zeros((4, 1), "float32"), verbose=0)
+    other.load_weights(tmp_path / "state.weights.h5")
+    slots = [each.optimizer.inner_optimizer.variables[2:] for each in (model, other)]
+    assert {v.dtype for v in slots[1]} == {loaded}
+    for a, b in zip(*map(values, slots), strict=True):
+        np.testing.assert_array_equal(a.astype(BFLOAT16), b.astype(BFLOAT16))
+    assert int(other.optimizer.iterations.numpy()) == 3
+
+
+@pytest.mark.parametrize("memory", [{}, {"master_weights": True}], ids=str)
+def test_a_file_goes_on_bit_for_bit(memory, tmp_path):
+    keras.config.set_dtype_policy("bfloat16")
+    model = compiled_model(**memory)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    for each in (model, loaded):
+        each.fit(np.eye(4), np.zeros((4, 1)), verbose=0, epochs=2, shuffle=False)
+    for a, b in zip(values(model.weights), values(loaded.weights), strict=True):
+        np.testing.assert_array_equal(a, b)
+    inner = (values(each.optimizer.inner_optimizer.variables) for each in (model, loaded))
+    for a, b in zip(*inner, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_model_with_embeddings_trains_in_bfloat16():
+    """Sparse gradients on TensorFlow, and rows that no batch has."""
+    keras.config.set_dtype_policy("bfloat16")
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((3,), dtype="int32"), keras.layers.Embedding(10, 4), keras.layers.Flatten()]
+    )
+    model.add(kmp.layers.Float32OutputDense(1))
+    model.compile(kmp.scaled("adam", loss_scale="none", learning_rate=0.01), "mse")
+    words = np.random.default_rng(0).integers(5, size=(64, 3))
+    before = values(model.weights)[0]
+    losses = model.fit(words, words.sum(1) / 8.0, verbose=0, epochs=20).history["loss"]
+    after = values(model.weights)[0]
+    assert losses[-1] < losses[0] / 2
+    assert np.all(after[5:] == before[5:]) and np.all(np.any(after[:5] != before[:5], axis=1))
