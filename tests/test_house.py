@@ -258,7 +258,7 @@ PRIVATE = {
         _get_variable_index _iterations _learning_rate _model_variables_moving_average
         _overwrite_model_variables_with_average_value _trainable_variables_indices
         _update_model_variables_moving_average _var_key _variables
-        BaseOptimizer _exclude_from_weight_decay _layout _parallel_update_step
+        BaseOptimizer KerasVariable _exclude_from_weight_decay _layout _parallel_update_step
         _direct_assign
     """,
     "3.13.0": "GLOBAL_SEED_GENERATOR",

@@ -378,3 +378,18 @@ def test_a_model_with_embeddings_trains_in_bfloat16():
     after = values(model.weights)[0]
     assert losses[-1] < losses[0] / 2
     assert np.all(after[5:] == before[5:]) and np.all(np.any(after[:5] != before[:5], axis=1))
+
+
+@pytest.mark.only("tensorflow")
+def test_tensorflows_checkpoints_hold_the_variables_behind_the_views(tmp_path):
+    import tensorflow as tf
+
+    keras.config.set_dtype_policy("bfloat16")
+    model = compiled_model()
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    path = checkpoint.save(tmp_path / "checkpoint")
+    before = values([*model.weights, *model.optimizer.variables])
+    model.fit(np.eye(4), np.zeros((4, 1)), verbose=0)
+    checkpoint.restore(path)
+    for a, b in zip(before, values([*model.weights, *model.optimizer.variables]), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -2,17 +2,17 @@
 
 from typing import Any
 
-import keras
 import tensorflow as tf
+from keras.src.backend.common import KerasVariable
 
 from kmp._backend.types import Tensor
 
 
-class BaseView(keras.Variable.__mro__[1]):
+class BaseView(KerasVariable):
     """Keras's variable without its TensorFlow part, whose `value` is a `tf.Variable`.
 
     Keras's optimizers for TensorFlow assign to that `tf.Variable`, and know it by its `_unique_id`.
-    A view is assigned to itself, and its value is a tensor.
+    A view is assigned to itself, its value is a tensor, and TensorFlow's checkpoints leave it out.
     """
 
     variable: Any
