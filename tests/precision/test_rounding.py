@@ -107,15 +107,15 @@ EXPECTED = np.array([hashed(i, 3, 5, 7) for i in range(4)], "uint32").reshape(2,
 
 
 def test_small_updates_add_up():
-    """A thousand updates of a fiftieth of a unit in the last place: nearest rounding loses them."""
+    """200 updates of a fiftieth of a unit in the last place: nearest rounding loses them."""
     total = np.full(4096, 1.0, "float32")
     nearest = total.astype(ml_dtypes.bfloat16)
     update = np.float32(2.0**-7 / 50)
-    for step in range(1000):
+    for step in range(200):
         total = rounded(total + update, step=step).astype("float32")
         nearest = (nearest.astype("float32") + update).astype(ml_dtypes.bfloat16)
     assert np.all(nearest == 1)
-    exact = 1 + 1000 * float(update)
-    # Each rounding has a variance below a unit squared times 1/50; 1,000 of 4,096 add up.
-    error = 2.0**-7 * np.sqrt(1000 / 50 / 4096)
+    exact = 1 + 200 * float(update)
+    # Each rounding has a variance below a unit squared times 1/50; those of 200 steps add up.
+    error = 2.0**-7 * np.sqrt(200 / 50 / 4096)
     assert abs(total.mean() - exact) < 5 * error
