@@ -66,6 +66,7 @@ SLOW_FILES = {
     "test_fake_quantization.py",
     "test_fused_kernel.py",
     "test_jax.py",
+    "test_half_memory_replicas.py",
     "test_keras_limits.py",
     "test_kinds.py",
     "test_learning_rate_finder.py",
