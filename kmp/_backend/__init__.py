@@ -62,6 +62,7 @@ preserved = _backend.preserved
 random_state = _backend.random_state
 read = _backend.read
 reduce_columns = _backend.reduce_columns
+retype = _backend.retype
 run_step = _backend.run_step
 settle = _backend.settle
 sum_along = _backend.sum_along

@@ -61,6 +61,17 @@ def preserved(variable: Variable) -> Callable[[], None]:
     return lambda: variable.assign(value)
 
 
+def retype(variable: Variable, value: Tensor) -> Callable[[], None]:
+    before, old = variable._dtype, variable._value
+
+    def assign(dtype: str, value: Tensor) -> None:
+        variable._dtype = dtype
+        variable._direct_assign(value)
+
+    assign(keras.backend.standardize_dtype(value.dtype), value)
+    return lambda: assign(before, old)
+
+
 def per_target(
     function: Callable[..., Sequence[Tensor]], shapes: Sequence[tuple[int, ...]], *tensors: Any
 ) -> Sequence[Tensor]:

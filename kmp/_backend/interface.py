@@ -250,6 +250,13 @@ class Backend(Protocol):
     def preserved(self, variable: Variable) -> Callable[[], None]:
         """Keep the value of a variable as stored; call the result to put it back."""
 
+    def retype(self, variable: Variable, value: Tensor) -> Callable[[], None]:
+        """Give a variable a value of another dtype; it stays the same object.
+
+        Returns:
+            A function that puts dtype and value back.
+        """
+
     def random_state(self) -> Callable[[], None]:
         """Keep the state of the backend's random generators; call the result to put it back."""
 

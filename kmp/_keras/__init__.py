@@ -39,6 +39,11 @@ def own_weights(layer: keras.Layer) -> list[Any]:
     return layer._trainable_variables
 
 
+def own_state(layer: keras.Layer) -> list[Any]:
+    """The variables of a layer itself that are no weights. Private: `_non_trainable_variables`."""
+    return layer._non_trainable_variables
+
+
 def path_of(layer: Any) -> str:
     """The path of a layer, or its name where Keras gives no path.
 

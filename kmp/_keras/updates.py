@@ -26,6 +26,20 @@ def add_slot(
     )
 
 
+def excluded_from_weight_decay(optimizer: Any) -> dict[str, Any]:
+    """What `exclude_from_weight_decay` was told, as its arguments.
+
+    Private: `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`, `_var_key`.
+    """
+    keys: set[Any] = getattr(optimizer, "_exclude_from_weight_decay", set())
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    variables = optimizer._trainable_variables
+    return {
+        "var_list": [v for v in variables if optimizer._var_key(v) in keys],
+        "var_names": [pattern.pattern] if pattern else None,
+    }
+
+
 def build_by(optimizer: Any, build: Callable[..., None]) -> None:
     """Let a function build an optimizer, the next time that its `build` is called."""
 

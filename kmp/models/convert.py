@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from kmp._backend.types import Tensor, Variable
 from kmp._keras import (
     check_model,
     forget_functions,
@@ -19,11 +20,12 @@ from kmp._keras import (
     takes_training,
 )
 from kmp.models.heads import called_models, output_layers
-from kmp.models.optimizers import scale_losses
+from kmp.models.optimizers import Rebuilding, scale_losses
 from kmp.models.policies import remember_policies
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
+from kmp.models.weights import dtype_changes, float32_weights, retype
 from kmp.precision.policy import Policy, get_policy
-from kmp.precision.trees import half_dtype
+from kmp.precision.trees import HALF_DTYPES, half_dtype
 
 
 def to_mixed_precision(
@@ -31,10 +33,12 @@ def to_mixed_precision(
     policy: Any = None,
     filter_fn: Callable[[keras.Layer, str], bool] | None = None,
 ) -> ConversionReport:
-    """Let the layers of a built model compute in half precision; its weights stay as they are.
+    """Let the layers of a built model compute in half precision, and keep their weights in it too.
 
-    The model is converted in place, including wrapped layers, RNN cells and nested models. These
-    layers stay in float32, and the report gives the reason for each:
+    The model is converted in place, including wrapped layers, RNN cells and nested models. Under a
+    policy such as `"mixed_bfloat16"` the weights stay in float32; under `"bfloat16"` they become
+    bfloat16, as do the optimizer's slots, unless `kmp.scaled` was told otherwise. These layers stay
+    in float32, and the report gives the reason for each:
 
     - output layers: the last layers with weights before each output, and all layers after them,
       because logits and softmax need float32. If the policy names an output dtype, they compute in
@@ -45,9 +49,14 @@ def to_mixed_precision(
     - layers with an activity regularizer, because Keras sums it in half precision;
     - layers that `filter_fn` excludes, with all layers inside them.
 
+    Normalization layers and layers with state of their own, such as moving averages, compute in
+    half precision and keep their weights in float32; so do the adapters of LoRA.
+
     A compiled model stays compiled. Under float16 its optimizer is wrapped in loss scaling, with
     its state, unless it scales the loss already; other optimizers that the model holds, such as
-    those of a GAN, are named in the report. Functions that Keras has compiled are dropped.
+    those of a GAN, are named in the report. Where weights change their dtype, each optimizer is
+    replaced by one with slots for them, with its state: `model.optimizer` is another object then.
+    Functions that Keras has compiled are dropped.
 
     The converted model is called with symbolic inputs, in inference and in training, so that an
     error shows now. The report says so if Keras cannot do that. A model without `call` is converted
@@ -58,9 +67,9 @@ def to_mixed_precision(
 
     Args:
         model: built `keras.Model`: Sequential, Functional or subclassed.
-        policy: what `kmp.get_policy` takes, with float32 parameters; `"mixed_"` +
-            `kmp.half_dtype()` if left out; `"autocast"` for a model that follows `kmp.autocast`;
-            or a `DTypePolicyMap` with entries in float32, such as that of `kmp.debug.diagnose`.
+        policy: what `kmp.get_policy` takes; `"mixed_"` + `kmp.half_dtype()` if left out;
+            `"autocast"` for a model that follows `kmp.autocast`; or a `DTypePolicyMap` with entries
+            in float32, such as that of `kmp.debug.diagnose`.
         filter_fn: called with each layer and its path; a layer stays in float32 if it returns
             False.
 
@@ -69,8 +78,8 @@ def to_mixed_precision(
 
     Raises:
         TypeError: if `model` is no Keras model.
-        ValueError: if the model is not built, has quantized layers, has parameters of another
-            dtype than the policy's, or could not be called any more. Nothing is converted then.
+        ValueError: if the model is not built, has quantized layers or weights in float64, or could
+            not be called any more. Nothing is converted then.
 
     Example:
 
@@ -92,7 +101,12 @@ def to_mixed_precision(
     _check(model, policy)
     plan = _plan(model, policy, filters)
     before = {id(layer): layer.dtype_policy for layer in layers_of(model)}
-    untried = _give_policies(model, policy, plan)
+    changes = [
+        change for layer, new, _ in plan for change in dtype_changes(layer, new, policy.param_dtype)
+    ]
+    rebuild = Rebuilding(model, policy) if changes else None
+    untried = _convert(model, policy, plan, changes, rebuild.exact if rebuild else {})
+    rebuilt = rebuild() if rebuild else ""
     forget_functions(model)
     remember_policies(model)
     rows = [
@@ -105,34 +119,51 @@ def to_mixed_precision(
         )
         for layer, new, why in plan
     ]
-    return ConversionReport(tuple(rows), scale_losses(model, policy), untried)
+    optimizer = "\n".join(filter(None, [rebuilt, scale_losses(model, policy)]))
+    return ConversionReport(tuple(rows), optimizer, untried)
 
 
-def _give_policies(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any, str]]) -> str:
-    """Give each layer its policy, and call the model symbolically; say if that is impossible.
+def _convert(
+    model: Any,
+    policy: Policy,
+    plan: list[tuple[keras.Layer, Any, str]],
+    changes: list[tuple[Variable, str]],
+    exact: dict[int, Tensor],
+) -> str:
+    """Change policies and weights, and call the model symbolically; say if that is impossible.
 
     Raises:
-        ValueError: if the model cannot be called any more. Its policies are as before then.
+        ValueError: if the model cannot be called any more. It is as before then.
     """
     before = [(layer, layer.dtype_policy) for layer in layers_of(model)]
-    after = [(layer, new) for layer, new, _ in plan]
+
+    def convert() -> Callable[[], None]:
+        put_back = retype(changes, exact)
+        _give([(layer, new) for layer, new, _ in plan])
+
+        def undo() -> None:
+            put_back()
+            _give(before)
+
+        return undo
+
     called = called_models(model)
     ways = [(each, call) for each in called for call in _calls(each)]
+    undo = convert()
     try:
-        _give(after)
         failed = [way for way in ways if symbolic_outputs(*way) is None]
         if failed:
-            _give(before)
-        if any(symbolic_outputs(*way) is not None for way in failed):
-            raise ValueError(
-                f"{model.name!r} cannot be called in {policy}: one of its layers mixes dtypes that "
-                "do not go together. Nothing was converted. Exclude that layer, for example "
-                "with filter_fn=lambda layer, path: layer.name != 'its_name'; or convert to "
-                "kmp.debug.diagnose(model, x, y).policy, which keeps it in float32."
-            )
-        _give(after)
+            undo()
+            if any(symbolic_outputs(*way) is not None for way in failed):
+                raise ValueError(
+                    f"{model.name!r} cannot be called in {policy}: one of its layers mixes dtypes "
+                    "that do not go together. Nothing was converted. Exclude that layer, for "
+                    "example with filter_fn=lambda layer, path: layer.name != 'its_name'; or "
+                    "convert to kmp.debug.diagnose(model, x, y).policy, which keeps it in float32."
+                )
+            undo = convert()
     except Exception:
-        _give(before)
+        undo()
         raise
     tried = {id(each) for each, call in ways if all(call is not other for _, other in failed)}
     if called and all(id(each) in tried for each in called):
@@ -166,14 +197,17 @@ def _check(model: Any, policy: Policy) -> None:
             f"{quantized[0]!r} and {len(quantized) - 1} more quantized layers. Convert the model "
             "before model.quantize(...)."
         )
-    for layer in layers_of(model):
-        wrong = own_weights(layer) and layer.variable_dtype != policy.param_dtype
-        if wrong and keras.backend.is_float_dtype(layer.variable_dtype):
-            raise ValueError(
-                f"The weights stay as they are, in {layer.variable_dtype} in {path_of(layer)!r}. "
-                f"Received: policy={str(policy)!r}, whose parameters are {policy.param_dtype}. "
-                'Write for example "mixed_bfloat16", or build the model under that policy.'
-            )
+    wide = [path_of(x) for x in layers_of(model) if own_weights(x) and _is_float64(x)]
+    if wide or policy.param_dtype == "float64":
+        raise ValueError(
+            "Weights in float64 are not converted, neither from nor to it. Received: "
+            f"policy={str(policy)!r} for a model whose weights are float64 in {wide or 'no layer'}."
+            ' Write for example "mixed_bfloat16" for a model that is built in float32.'
+        )
+
+
+def _is_float64(layer: keras.Layer) -> bool:
+    return layer.variable_dtype == "float64"
 
 
 def _converted_by(policy_map: Any) -> Callable[[keras.Layer, str], bool]:
@@ -227,10 +261,13 @@ def _plan(
             reason = "activity regularizer"
         elif any(map(is_preprocessing, inner)) and not is_graph(layer):
             reason = "hands raw inputs to preprocessing layers"
+        elif policy.param_dtype in HALF_DTYPES and (reason := float32_weights(layer)):
+            output = policy.output_dtype if policy.has_output_dtype else None
+            new = Policy("float32", policy.compute_dtype, output)
         else:
             new = policy
         plan[id(layer)] = (layer, new, reason)
-        alone = not reason or reason.startswith("hands")
+        alone = not reason or reason.startswith(("hands", "float32 weights"))
         for each in inner:
             visit(each, None if alone else (new, path))
 

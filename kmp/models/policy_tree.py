@@ -12,6 +12,7 @@ import keras
 from kmp._keras import give_policy, parts_of
 from kmp._keras.building import after_build
 from kmp.models.quantized import quantization_of, quantize_like
+from kmp.models.weights import dtype_changes, retype
 from kmp.precision.policy import Policy, get_policy
 
 
@@ -39,7 +40,9 @@ def restore(layer: Any, saved: dict[str, Any]) -> None:
 
 def _restore_policies(layer: Any, saved: dict[str, Any]) -> None:
     if "policy" in saved:
-        give_policy(layer, get_policy(saved["policy"]))
+        policy = get_policy(saved["policy"])
+        retype(dtype_changes(layer, policy, policy.param_dtype), {})
+        give_policy(layer, policy)
     inner, expected = _inside(layer), saved.get("layers", [])
     if layer.built and len(inner) != len(expected):
         raise other_layers(layer, len(expected), len(inner))

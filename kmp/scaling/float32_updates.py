@@ -15,13 +15,14 @@ from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice, warn
 from kmp._keras import updates
-from kmp._keras.optimizer import accumulators_by_row, steps_of
+from kmp._keras.optimizer import accumulators_by_row, steps_of, trainable_variables_of
 from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.views import ROUNDING, Float32View, MasterView, Rounding, one_update
 
 SLOT_DTYPES = ("bfloat16", "float32")
 # What adds up over many steps, and loses in half precision what it is for.
 _SUMS = ("gradient_accumulator", "average")
+_MASTER = "_master"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _with_master(inner: Any, view: Any) -> Any:
     if not isinstance(view, Float32View):
         return view
     # It begins at zero: a master that does not round to its variable is not read.
-    master = updates.add_slot(inner, view.variable, "master", "zeros", "float32")
+    master = updates.add_slot(inner, view.variable, _MASTER[1:], "zeros", "float32")
     return MasterView(view.variable, master)
 
 
@@ -161,6 +162,23 @@ def _update(
     with one_update():
         updates.decay_weights(inner, view)
         updates.update_one(inner, _backend.dense(gradient), view, learning_rate)
+
+
+def is_master(variable: Variable) -> bool:
+    """Whether a variable of an optimizer is the float32 copy of a weight."""
+    return variable.name.endswith(_MASTER)
+
+
+def masters_of(inner: Any) -> list[tuple[Variable, Variable]]:
+    """The weights of a built optimizer that have masters, each with its master."""
+    masters = {v.name: v for v in inner.variables if is_master(v)}
+    names = [(v, v.path.replace("/", "_") + _MASTER) for v in trainable_variables_of(inner)]
+    return [(v, masters[name]) for v, name in names if name in masters]
+
+
+def exact_weights(inner: Any) -> dict[int, Tensor]:
+    """float32 values of the weights that have masters, by the ids of the weights."""
+    return {id(v): MasterView(v, master).read() for v, master in masters_of(inner)}
 
 
 def gradient_dtypes(inner: Any, variables: Sequence[Variable]) -> list[str | None]:

@@ -108,8 +108,7 @@ def test_an_error_in_filter_fn_converts_nothing():
 @pytest.mark.parametrize(
     "policy, match",
     [
-        ("float16", "weights stay as they are, in float32.*parameters are float16"),
-        ("p=f64,c=bf16", "parameters are float64"),
+        ("p=f64,c=bf16", "float64 are not converted.*Received: policy='p=f64,c=bf16'"),
         ("mixed_flaot16", "Received: 'mixed_flaot16'"),
         ("p=f32,q=f16", "unknown key 'q'"),
     ],

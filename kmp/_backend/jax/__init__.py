@@ -15,6 +15,7 @@ from kmp._backend.default import (
     map_gradient_values,
     multiply,
     preserved,
+    retype,
     sum_along,
 )
 from kmp._backend.jax.core import (

@@ -53,4 +53,7 @@ from kmp._backend.tensorflow.replay import (
     watch_gradient,
     without_functions,
 )
-from kmp._backend.tensorflow.views import BaseView
+from kmp._backend.tensorflow.views import (
+    BaseView,
+    retype,
+)

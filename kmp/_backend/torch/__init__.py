@@ -41,6 +41,7 @@ from kmp._backend.torch.core import (
     multiply,
     note_loss,
     platform,
+    retype,
     run_step,
     writes_logs,
 )

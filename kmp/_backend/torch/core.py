@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import torch
 from keras import ops
 
@@ -138,3 +139,15 @@ def custom_gradient(
     inputs: Sequence[Tensor],
 ) -> Sequence[Tensor]:
     return _CustomGradient.apply(forward, backward, *inputs)
+
+
+def retype(variable: Variable, value: Tensor) -> Callable[[], None]:
+    # As `torch.nn.Module.to` does: the parameter, which modules hold too, stays the same object.
+    parameter, before, old = variable._value, variable._dtype, variable._value.data
+
+    def assign(dtype: str, value: Tensor) -> None:
+        variable._dtype = dtype
+        parameter.data, parameter.grad = value.detach(), None
+
+    assign(keras.backend.standardize_dtype(value.dtype), value)
+    return lambda: assign(before, old)
