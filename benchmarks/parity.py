@@ -21,6 +21,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 from kmp.cli.certify import Certificate, certify
 from kmp.cli.doctor import environment
+from kmp.cli.ledger import Ledger
 from kmp.cli.printing import Progress
 from kmp.cli.tasks import TASKS
 
@@ -56,10 +57,12 @@ learning rate decays to nothing over the run. XLA is told to round wherever the 
 | text | causal transformer, 2 blocks | characters of the docstrings of Python's standard library |
 | denoising | autoencoder, 64-128-32-128-64 | the digits with noise of 0.3 added, scikit-learn |
 
-`mixed_float16` is trained with `kmp.to_mixed_precision` and kmp's default loss scale,
-`mixed_bfloat16` without loss scaling. `float16` keeps its parameters in float16 too and scales
-nothing, as `keras.config.set_dtype_policy("float16")` would: the counter-example, for which kmp
-does not vouch.
+All but the last are converted with `kmp.to_mixed_precision`, and `mixed_float16` has kmp's default
+loss scale. `bfloat16` keeps weights and Adam's slots in bfloat16, each rounded at random once a step;
+`bfloat16,slot_dtype=float32` keeps the slots in float32. Normalization layers and the output layer
+stay in float32 in both, as the conversion leaves them. `float16` keeps its parameters in float16 too
+and scales nothing, as `keras.config.set_dtype_policy("float16")` would: the counter-example, for
+which kmp does not vouch.
 """
 
 REMARK = """
@@ -94,12 +97,14 @@ def main() -> None:
     """Train, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=pathlib.Path, default=PAGE)
+    parser.add_argument("--resume", help="keep finished trainings in this file, and go on from it")
     arguments = parser.parse_args()
     start = time.time()
+    ledger = Ledger(arguments.resume, environment())
     certificates = []
     for task in TASKS.values():
         with Progress(f"certify {task.name}") as progress:
-            certificates.append(certify(task, progress=progress))
+            certificates.append(certify(task, progress=progress, ledger=ledger))
         print(f"{certificates[-1]}\n", flush=True)
     page = markdown(certificates, (time.time() - start) / 60, time.process_time() / 60)
     arguments.output.write_text(page, encoding="utf-8")

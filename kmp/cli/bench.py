@@ -74,7 +74,7 @@ def bench(
         build: takes nothing and returns `(model, x, y)`: a built and compiled `keras.Model`, and
             arrays as `fit` takes them. It is called under the global policy float32, once for each
             policy; `kmp.to_mixed_precision` then converts, and kmp scales the loss under float16.
-        policies: what `kmp.get_policy` takes, float32 among them; the others are compared with it.
+        policies: what `parse_policy` takes, float32 among them; the others are compared with it.
         batch_size: samples in a step.
         steps: steps in one round.
         rounds: rounds that are measured, at least two.

@@ -1,15 +1,20 @@
 """The model that a command works on: imported, built, and put under a policy."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from kmp._common import checked_choice
 from kmp.cli.options import UsageError
 from kmp.models.convert import to_mixed_precision
 from kmp.precision.policy import Policy, get_policy, set_policy
+from kmp.scaling.float32_updates import HalfMemory
 from kmp.scaling.optimizer import LossScaleOptimizer
+
+_SETTINGS = tuple(f"{field.name}=" for field in dataclasses.fields(HalfMemory))
 
 
 def load(path: str) -> Callable:
@@ -34,42 +39,64 @@ def load(path: str) -> Callable:
     return function
 
 
-def build_under(build: Callable[[], tuple], policy: Any, seed: int) -> tuple:
+def parse_policy(text: str) -> tuple[Policy, dict[str, Any]]:
+    """A policy and how `kmp.scaled` shall update under it, as in `"bfloat16,slot_dtype=float32"`.
+
+    Raises:
+        ValueError: `text` begins with no policy.
+
+    Example:
+
+    >>> parse_policy("bfloat16,rounding=nearest")
+    (<Policy "bfloat16">, {'rounding': 'nearest'})
+    """
+    parts = text.split(",")
+    pairs = [part.split("=") for part in parts if part.startswith(_SETTINGS)]
+    policy = get_policy(",".join(part for part in parts if not part.startswith(_SETTINGS)))
+    settings: dict[str, Any] = dict(pairs)
+    if "master_weights" in settings:
+        word = checked_choice("master_weights", settings["master_weights"], ("false", "true"))
+        settings["master_weights"] = word == "true"
+    return policy, dataclasses.asdict(HalfMemory(**settings)) if settings else {}
+
+
+def build_under(build: Callable[[], tuple], policy: str, seed: int) -> tuple:
     """Call `build` and put its model under a policy, with the weights that `seed` gives in float32.
 
-    `kmp.to_mixed_precision` converts to a policy with float32 parameters. Under any other policy
-    the model is built again, with the float32 weights rounded to its dtype. kmp scales the loss
-    under float16 with float32 parameters, and updates bfloat16 parameters in float32.
+    `kmp.to_mixed_precision` converts to the policy, and scales the loss under float16. To one with
+    float16 parameters nothing is converted: the model is built again, its weights are rounded, and
+    Keras trains it as it does.
 
     Args:
         build: takes nothing and returns a tuple, a compiled model first. The global dtype policy
             is restored after it.
-        policy: what `kmp.get_policy` takes.
+        policy: what `parse_policy` takes.
         seed: int, for all random numbers.
 
     Returns:
         What `build` returns.
     """
-    policy = get_policy(policy)
+    parsed, settings = parse_policy(policy)
     before = keras.config.dtype_policy()
+    by_keras = parsed.param_dtype == "float16"
     try:
         model, *rest = _build(build, Policy("float32"), seed)
-        if policy.param_dtype != "float32":
+        if by_keras:
             reference = model
-            model, *rest = _build(build, policy, seed)
+            model, *rest = _build(build, parsed, seed)
             for variable, weight in zip(model.weights, reference.weights, strict=True):
                 variable.assign(keras.ops.cast(weight.value, variable.dtype))
     finally:
         keras.config.set_dtype_policy(before)
-    is_mixed = policy.param_dtype == "float32"
-    scales = is_mixed and policy.compute_dtype == "float16"
+    scales = parsed.compute_dtype == "float16" and not by_keras
     # Keras's own LossScaleOptimizer gives way to the optimizer in it.
-    if not (scales and isinstance(model.optimizer, LossScaleOptimizer)):
+    if settings or not (scales and isinstance(model.optimizer, LossScaleOptimizer)):
         model.optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    if policy.param_dtype == "bfloat16":
-        model.optimizer = LossScaleOptimizer(model.optimizer, loss_scale="none")
-    if is_mixed:
-        to_mixed_precision(model, policy)  # and wraps the optimizer under float16
+    if settings:
+        loss_scale = "dynamic" if scales else "none"
+        model.optimizer = LossScaleOptimizer(model.optimizer, loss_scale=loss_scale, **settings)
+    if not by_keras:
+        to_mixed_precision(model, parsed)
     return model, *rest
 
 

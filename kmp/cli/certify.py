@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import keras
 
 from kmp._common import table
+from kmp.cli.building import parse_policy
 from kmp.cli.costs import Spread, StepMemory, mebibytes, spread
 from kmp.cli.equivalence import Equivalence, equivalence, student_t
 from kmp.cli.ledger import Ledger, Training
 from kmp.cli.options import CERTIFY_POLICIES, UsageError
 from kmp.cli.runs import Run
 from kmp.cli.tasks import Task
-from kmp.precision.policy import get_policy
 
 _HEADER = (
     *("policy", "metric (sd)", "difference [90% interval]", "p", "equivalent"),
@@ -130,11 +130,10 @@ def certify(
 
     Args:
         task: a `kmp.cli.tasks.Task`. Its function is called under the global policy float32, and
-            `kmp.to_mixed_precision` converts; for a policy with half parameters it is called under
-            that policy.
-        policies: what `kmp.get_policy` takes. Those with float32 or bfloat16 parameters count,
-            the latter updated in float32 by `kmp.scaled`. Any other is trained as Keras does it,
-            without loss scaling, as a counter-example.
+            `kmp.to_mixed_precision` converts.
+        policies: what `parse_policy` takes. Those with float32 or bfloat16 parameters count. One
+            with float16 parameters is trained as Keras does it, without loss scaling, as a
+            counter-example: the task's function is called under it.
         progress: called with what begins now, the number of finished trainings, and that of all.
         ledger: keeps each training as it finishes; those that it holds are not repeated.
 
@@ -193,7 +192,7 @@ def _policy_runs(
         steps=sum(each.steps for each in own),
         skipped_steps=sum(each.skipped_steps for each in own),
         result=None if own is full else equivalence(differences, task.margin),
-        counts=get_policy(policy).param_dtype in ("float32", "bfloat16"),
+        counts=parse_policy(policy)[0].param_dtype in ("float32", "bfloat16"),
     )
 
 

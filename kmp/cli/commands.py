@@ -14,7 +14,7 @@ import numpy as np
 from kmp import _backend
 from kmp.cli import architectures
 from kmp.cli.bench import bench, bench_table, write_hparams
-from kmp.cli.building import load
+from kmp.cli.building import load, parse_policy
 from kmp.cli.certify import Certificate, certify
 from kmp.cli.doctor import environment, environment_line, report
 from kmp.cli.ledger import Ledger
@@ -22,7 +22,6 @@ from kmp.cli.options import MODELS, UsageError
 from kmp.cli.printing import Progress, write_json
 from kmp.cli.tasks import TASKS, Task
 from kmp.precision.float_formats import table
-from kmp.precision.policy import get_policy
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -167,7 +166,7 @@ def _with_options(task: Task, arguments: argparse.Namespace) -> Task:
 def _check_policies(names: Sequence[str]) -> None:
     for name in names:
         try:
-            get_policy(name)
+            parse_policy(name)
         except ValueError as error:
             raise UsageError(str(error)) from error
 

@@ -23,7 +23,7 @@ class Run:
 
     Args:
         build: returns a tuple, a compiled model first; called under float32.
-        policy: what `kmp.get_policy` takes.
+        policy: what `parse_policy` takes.
         seed: int, for all random numbers.
     """
 

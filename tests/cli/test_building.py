@@ -6,7 +6,7 @@ import pytest
 from test_bench import POLICIES, build
 
 import kmp
-from kmp.cli.building import build_under, load
+from kmp.cli.building import build_under, load, parse_policy
 
 
 def test_a_policy_gets_the_weights_of_float32():
@@ -50,9 +50,39 @@ def test_a_path_that_leads_nowhere(path, message):
         load(path)
 
 
-def test_bfloat16_parameters_are_updated_in_float32():
-    model, *_ = build_under(build, "bfloat16", seed=3)
-    assert isinstance(model.optimizer, kmp.LossScaleOptimizer)
-    assert {v.dtype for v in model.trainable_variables} == {"bfloat16"}
-    model.optimizer.build(model.trainable_variables)
-    assert model.optimizer.rounding_seed is not None and not model.optimizer.divides_gradients
+@pytest.mark.parametrize(
+    "policy, slots, rounding, masters",
+    [
+        ("bfloat16", {"bfloat16", "float32"}, "stochastic", False),
+        ("bfloat16,slot_dtype=float32", {"float32"}, "stochastic", False),
+        ("p=bf16,c=bf16,rounding=nearest", {"bfloat16", "float32"}, "nearest", False),
+        ("bfloat16,master_weights=true", {"bfloat16", "float32"}, "stochastic", True),
+        ("mixed_bfloat16,slot_dtype=bfloat16", {"bfloat16"}, "stochastic", False),
+    ],
+)
+def test_how_half_weights_are_updated(policy, slots, rounding, masters):
+    model, *_ = build_under(build, policy, seed=3)
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    assert {v.dtype for v in optimizer.inner_optimizer.variables} - {"int32", "int64"} - {
+        "float32"
+    } == slots - {"float32"}
+    assert optimizer.rounding_seed is not None and not optimizer.divides_gradients
+    assert optimizer.half_memory.rounding == rounding
+    assert optimizer.half_memory.master_weights == masters
+    weights = {v.dtype for v in model.trainable_variables}
+    assert weights == ({"float32"} if policy.startswith("mixed") else {"bfloat16", "float32"})
+
+
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ("bfloat17", "bfloat17"),
+        ("bfloat16,slot_dtype=int8", "slot_dtype"),
+        ("bfloat16,rounding=up", "rounding"),
+        ("bfloat16,master_weights=maybe", "master_weights"),
+    ],
+)
+def test_a_policy_that_cannot_be_read(text, match):
+    with pytest.raises(ValueError, match=match):
+        parse_policy(text)

@@ -12,6 +12,7 @@ from command_line import command
 
 from kmp.cli.certify import PolicyRuns, _difference, certify
 from kmp.cli.equivalence import equivalence
+from kmp.cli.options import CERTIFY_POLICIES
 from kmp.cli.tasks import TASKS, Task
 
 
@@ -151,7 +152,7 @@ def test_the_command_certifies_a_model_of_the_users(monkeypatch, capsys, certifi
     command(monkeypatch, "certify", *OWN, *options)
     ((task, policies),) = certified
     assert task == Task("test_certify:line", line, "mae", 0.01, True, 3, 16, seeds=7)
-    assert policies == ["mixed_float16", "mixed_bfloat16", "float16"]
+    assert policies == list(CERTIFY_POLICIES)
     printed = capsys.readouterr()
     assert "test_certify:line: mae, 7 seeds, margin 1.00% of float32's" in printed.out
     assert "seed 1 of 2" in printed.err
