@@ -57,12 +57,12 @@ learning rate decays to nothing over the run. XLA is told to round wherever the 
 | text | causal transformer, 2 blocks | characters of the docstrings of Python's standard library |
 | denoising | autoencoder, 64-128-32-128-64 | the digits with noise of 0.3 added, scikit-learn |
 
-All but the last are converted with `kmp.to_mixed_precision`, and `mixed_float16` has kmp's default
-loss scale. `bfloat16` keeps weights and Adam's slots in bfloat16, each rounded at random once a step;
+All but the last are converted with `kmp.to_mixed_precision`; `mixed_float16` has the default loss
+scale. `bfloat16` keeps weights and slots of Adam in bfloat16, each rounded at random once a step;
 `bfloat16,slot_dtype=float32` keeps the slots in float32. Normalization layers and the output layer
-stay in float32 in both, as the conversion leaves them. `float16` keeps its parameters in float16 too
-and scales nothing, as `keras.config.set_dtype_policy("float16")` would: the counter-example, for
-which kmp does not vouch.
+stay in float32 in both, as the conversion leaves them. `float16` keeps its parameters in float16
+too and scales nothing, as `keras.config.set_dtype_policy("float16")` would: the counter-example,
+for which kmp does not vouch.
 """
 
 REMARK = """
