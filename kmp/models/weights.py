@@ -22,7 +22,7 @@ def float32_weights(layer: keras.Layer) -> str:
     weights.
     """
     if any(map(_is_adapter, own_weights(layer))):
-        return "float32 weights: LoRA's adapters"
+        return "float32 weights: LoRA's adapters; what is frozen is half"
     names = [each.__name__ for each in type(layer).__mro__]
     if own_weights(layer) and any(map(_NORMALIZATION.search, names)):
         return "float32 weights: normalization"

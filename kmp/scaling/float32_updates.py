@@ -105,6 +105,12 @@ def build(
             f"optimizer that is not built: kmp.scaled(keras.optimizers.{type(inner).__name__})."
         )
         return None
+    if not memory.master_weights and any(v.dtype == "float16" for v in variables):
+        warn(
+            "Weights in float16 are rounded to nearest, which loses small updates, and are inf "
+            "beyond 65504. Keep them in float32 with the policy mixed_float16, or in bfloat16; or "
+            "write kmp.scaled(..., master_weights=True)."
+        )
     seed = add_counter("rounding_seed", dtype="int32")
     make_view = _ViewMaker(Rounding(memory.rounding, seed, steps_of(inner)))
     _build(inner, memory, make_view, variables)
