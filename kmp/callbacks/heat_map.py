@@ -64,7 +64,7 @@ def heat_map(paths: Sequence[str], looks: Sequence[Look]) -> tuple[bytes, tuple[
     file = io.BytesIO()
     figure.savefig(file, format="png")
     width, height = figure.get_size_inches() * _DPI
-    return file.getvalue(), (int(width), int(height))
+    return file.getvalue(), (round(width), round(height))
 
 
 def _height(rows: int) -> float:
@@ -80,7 +80,7 @@ def _draw(figure, names: Sequence[str], steps: list[int], levels: np.ndarray, ba
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    red, grey = ([x / 255 for x in colour] for colour in (_OVERFLOW, _ABSENT))
+    red, grey = ("#" + bytes(colour).hex() for colour in (_OVERFLOW, _ABSENT))
     left, high = _LETTER * max(map(len, names)) + 0.2, _height(len(names))
     all_high = high + _BELOW + _ABOVE
     vertical = (_BELOW / all_high, high / all_high)
