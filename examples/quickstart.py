@@ -82,11 +82,10 @@ def main() -> None:
     seconds = time.time() - start
     _, accuracy = model.evaluate(x_test, y_test, verbose=0)
 
-    print()
-    print(health.report)
-    print()
+    print(f"\n{health.report}\n")
+    print(f"Curves: tensorboard --logdir {os.path.dirname(arguments.log_dir) or '.'}\n")
+    print(health.verdict)
     print(f"Test accuracy {accuracy:.1%} after {seconds:.0f} s on {keras.backend.backend()}.")
-    print(f"Curves: tensorboard --logdir {arguments.log_dir}")
 
 
 if __name__ == "__main__":

@@ -158,15 +158,18 @@ def settings_of(model: Any, optimizer: Any) -> dict[str, float | str]:
     >>> settings_of(model, kmp.scaled("sgd", rule, learning_rate=0.5))["loss_scale"]
     'DynamicLossScale(growth_interval=20)'
     """
-    rate = optimizer.inner_optimizer.get_config().get("learning_rate")
-    if isinstance(rate, numbers.Real):
+    inner = optimizer.inner_optimizer
+    rate = inner.get_config().get("learning_rate")
+    if hasattr(inner, "optimizers"):
+        rate = "several"  # of a MultiOptimizer
+    elif isinstance(rate, numbers.Real):
         rate = float(f"{float(rate):.6g}")  # 0.001, which float32 keeps as 0.0010000000474974513
     elif isinstance(rate, Mapping):
         rate = rate["class_name"]  # a schedule
     return {
         "policy": model.dtype_policy.name,
         "loss_scale": _short(optimizer.loss_scale),
-        "optimizer": type(optimizer.inner_optimizer).__name__,
+        "optimizer": type(inner).__name__,
         "learning_rate": rate if isinstance(rate, float | str) else type(rate).__name__,
     }
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import keras
 import numpy as np
-from keras import ops
 
 from kmp._keras import layers_of, own_weights
 from kmp.callbacks import arguments, readings
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
+from kmp.callbacks.epoch_curves import learning_rates
 from kmp.callbacks.judging import Evidence, judge
 from kmp.callbacks.order import come_first
 from kmp.callbacks.outlets import Outlets
@@ -200,7 +200,9 @@ class GradientHealth(keras.callbacks.Callback):
             self._cadence.epoch_start, self._epoch_start = report.step, report
             found = readings.numbers(report, self.verdict, self._ratio)
             logs.update({f"{self.prefix}{name}": found[name] for name in self.logs})
-        self._outlets.end_epoch(epoch, logs, self._learning_rate)
+        if self.log_dir is not None:
+            self._sync()  # the learning rate may depend on the step
+        self._outlets.end_epoch(epoch, logs)
         if self.verbose and self.verdict and self.verdict.state != self._told:
             self._told = self.verdict.state
             print(f"\nEpoch {epoch + 1}: {self.verdict}")
@@ -249,7 +251,7 @@ class GradientHealth(keras.callbacks.Callback):
 
     def _learning_rate(self) -> float:
         self._sync()
-        return float(ops.convert_to_numpy(ops.convert_to_tensor(self._optimizer.learning_rate)))
+        return max(learning_rates(self._optimizer).values())
 
     def _sync(self) -> None:
         """Bring JAX's state out of the loop and into the variables."""

@@ -8,7 +8,7 @@ import keras
 
 from kmp import _backend
 from kmp.callbacks.dashboard import Dashboard, settings_of
-from kmp.callbacks.epoch_curves import EpochCurves
+from kmp.callbacks.epoch_curves import EpochCurves, learning_rates
 from kmp.callbacks.readings import flat
 from kmp.callbacks.verdict import Verdict
 from kmp.health.report import GradientReport
@@ -38,6 +38,7 @@ class Outlets:
         self._dashboard: Dashboard | None = None
         self._curves: EpochCurves | None = None
         writes = _backend.writes_logs(model)
+        self._optimizer = optimizer
         self._on_report = on_report if writes else None
         if log_dir is not None and writes:
             self._dashboard = Dashboard(log_dir, report, settings_of(model, optimizer))
@@ -51,12 +52,10 @@ class Outlets:
         if self._on_report is not None:
             self._on_report(flat(report, verdict, update_ratio))
 
-    def end_epoch(
-        self, epoch: int, logs: Mapping[str, Any], learning_rate: Callable[[], float]
-    ) -> None:
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """Take the logs of an epoch, into which other callbacks may put more."""
         if self._curves is not None:
-            self._curves.hold(epoch, logs, learning_rate())
+            self._curves.hold(epoch, logs, learning_rates(self._optimizer))
 
     def begin_epoch(self) -> None:
         """Write what the callbacks have made of the logs of the epoch before."""

@@ -318,6 +318,19 @@ def test_every_number_of_the_logs_has_a_curve(tmp_path):
     assert history["note"] == ["fine", "fine"]
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="of newer Keras alone")
+def test_each_part_of_an_optimizer_has_its_learning_rate(tmp_path):
+    one, two = (keras.optimizers.SGD(rate, name=f"of_{rate}") for rate in (0.5, 0.25))
+    parts = keras.optimizers.OptimizerMap(one, {"kernel": two})
+    model = linear_model(kmp.scaled(keras.optimizers.MultiOptimizer(parts)))
+    watch = GradientHealth(log_dir=tmp_path)
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[watch])
+    train = scalars(tmp_path / "train")
+    assert train["epoch_learning_rate_of_0.5"] == [(0, 0.5)]
+    assert train["epoch_learning_rate_of_0.25"] == [(0, 0.25)]
+    assert "epoch_learning_rate" not in train
+
+
 @pytest.mark.parametrize(
     "optimizer, expected",
     [
