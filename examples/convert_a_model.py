@@ -52,6 +52,7 @@ def main() -> None:
         digits.images[..., None].astype("float32"), digits.target, test_size=0.2, random_state=0
     )
     model = build_model()
+    print(f"Training for {epochs} epochs in float32 ...", flush=True)
     model.fit(x, y, batch_size=64, epochs=epochs, verbose=0)
     probabilities = model.predict(x_test, verbose=0)
     accuracy = {"float32": model.evaluate(x_test, y_test, verbose=0)[1]}
@@ -62,6 +63,7 @@ def main() -> None:
     change = np.abs(model.predict(x_test, verbose=0) - probabilities).max()
     print(f"Largest change of a probability: {change:.4f}")
 
+    print(f"Training for {max(epochs // 3, 1)} epochs more, in mixed float16 ...", flush=True)
     model.fit(x, y, batch_size=64, epochs=max(epochs // 3, 1), verbose=0)
     accuracy["trained on in float16"] = model.evaluate(x_test, y_test, verbose=0)[1]
     for name, value in accuracy.items():

@@ -135,8 +135,10 @@ def main() -> None:
 
     model, optimizer = build_model(), build_optimizer()
     train = {"tensorflow": train_tensorflow, "jax": train_jax, "torch": train_torch}[BACKEND]
+    print(f"Training for {epochs} epochs in a loop of our own ...", flush=True)
     losses = train(model, optimizer, batches * epochs)
 
+    print(f"Training for {epochs} epochs in fit ...\n", flush=True)
     fitted = build_model()
     fitted.compile(build_optimizer(), loss=loss_of)
     fitted.fit(x, y, batch_size=BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0)

@@ -159,10 +159,11 @@ def train(directory: pathlib.Path, size: Size, extra: list) -> None:
         keras.callbacks.ModelCheckpoint(
             best, save_best_only=True, save_weights_only=True, initial_value_threshold=best_so_far
         ),
+        keras.callbacks.LambdaCallback(on_epoch_end=print_epoch),
         # Last, so that what it backs up is an epoch whose best model is on disk.
         keras.callbacks.BackupAndRestore(backup),
     ]
-    history = model.fit(
+    model.fit(
         x,
         y,
         batch_size=MICRO_BATCH,
@@ -172,8 +173,6 @@ def train(directory: pathlib.Path, size: Size, extra: list) -> None:
         callbacks=[*callbacks, *extra],
         verbose=0,
     )
-    for epoch, loss in zip(history.epoch, history.history["val_loss"], strict=True):
-        print(f"epoch {epoch + 1:2d}: validation loss {loss:.4f}")
     print(f"{health.verdict}\n")
 
     averaged = model.evaluate(*validation, verbose=0)  # fit has put the averages into the weights
@@ -188,6 +187,12 @@ def train(directory: pathlib.Path, size: Size, extra: list) -> None:
         (f"best checkpoint, update {updates}", kept),
     ):
         print(f"{name:32s} {loss / math.log(2):5.2f} bits a character")
+
+
+def print_epoch(epoch: int, logs: dict[str, float]) -> None:
+    """Say at once how an epoch went."""
+    loss, verdict = logs["val_loss"], logs["verdict"]
+    print(f"epoch {epoch + 1:2d}: validation loss {loss:.4f}, {verdict}", flush=True)
 
 
 def main() -> None:

@@ -74,8 +74,11 @@ def main() -> None:
 
     keras.utils.set_random_seed(0)
     model = build()
-    model.fit(x, y, batch_size=64, epochs=30 if smoke else 60, verbose=0)
+    epochs = 30 if smoke else 60
+    print(f"Training for {epochs} epochs in float32 ...", flush=True)
+    model.fit(x, y, batch_size=64, epochs=epochs, verbose=0)
     weights = model.get_weights()
+    print("Comparing bfloat16 with float32, layer by layer ...\n", flush=True)
 
     print(kmp.debug.compare_precisions(model, x[:64], policy="mixed_bfloat16"), end="\n\n")
     diagnosis = kmp.debug.diagnose(model, x[:64], policy="mixed_bfloat16", target_sqnr=30.0)

@@ -115,11 +115,13 @@ def main() -> None:
         keras.utils.set_random_seed(seed)
         x, y, x_test, y_test = load(seed)
         model = build()
+        print(f"Seed {seed}: training in float32 ...", flush=True)
         train(model, x, y, first, 3e-3)
         reference = copy_of(model)
         train(reference, x, y, more, 1e-3)
         row = [accuracy(reference, x_test, y_test)]
-        for bits in settings.values():
+        for name, bits in settings.items():
+            print(f"Seed {seed}: {name}, after and in training ...", flush=True)
             after = quantize_after_training(reference, bits, x)
             aware = quantize_in_training(model, bits, x, y, more)
             row += [accuracy(after, x_test, y_test), accuracy(aware, x_test, y_test)]

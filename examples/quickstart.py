@@ -1,7 +1,7 @@
 """Train a small CNN in mixed float16 on real handwritten digits and look at its gradients.
 
     python examples/quickstart.py            about half a minute on two CPU cores
-    tensorboard --logdir logs/quickstart     the loss scale, skipped steps and gradient norms
+    tensorboard --logdir logs                the loss, the loss scale, gradients
 
 The data are scikit-learn's 1,797 digits (8 x 8 pixels), which ship in its package.
 """
@@ -10,7 +10,7 @@ import argparse
 import os
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # keep TensorFlow's start-up quiet
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow looks for a GPU, and says so
 
 import keras
 from keras import layers
@@ -82,11 +82,10 @@ def main() -> None:
     seconds = time.time() - start
     _, accuracy = model.evaluate(x_test, y_test, verbose=0)
 
-    print()
-    print(health.report)
-    print()
+    print(f"\n{health.report}\n")
+    print(f"Curves: tensorboard --logdir {os.path.dirname(arguments.log_dir) or '.'}\n")
+    print(health.verdict)
     print(f"Test accuracy {accuracy:.1%} after {seconds:.0f} s on {keras.backend.backend()}.")
-    print(f"Curves: tensorboard --logdir {arguments.log_dir}")
 
 
 if __name__ == "__main__":

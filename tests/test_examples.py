@@ -22,7 +22,12 @@ CUSTOM_LOOP_SCALE = 32768 if BACKEND == "jax" else 131072
 EXPECTED = {
     "quickstart.py": [
         r"^Gradient health after step \d+: loss scale \d+",
-        rf"^Test accuracy \d+\.\d% after \d+ s on {BACKEND}\.$",
+        r"^Curves: tensorboard --logdir logs$",
+        rf"^Test accuracy \d+\.\d% after \d+ s on {BACKEND}\.\n\Z",
+    ],
+    "other_trackers.py": [
+        r"^   10 +32768 +0 +\d\.\d{3} +\d\.\d{3}  HEALTHY$",
+        r"^3 reports of \d\d numbers: logs/other_trackers/reports\.jsonl$",
     ],
     "find_the_nan.py": [
         r"^In mixed float16 the loss is not finite at batch 2\.$",

@@ -1,5 +1,30 @@
 """When a callback looks at what the steps have counted."""
 
+from typing import Any
+
+from kmp._common import whole_number
+
+_NEVER = 2**31 - 1  # steps
+
+
+def checked_update_freq(update_freq: Any, owner: str) -> int:
+    """The steps between two looks, from what keras.callbacks.TensorBoard takes.
+
+    Example:
+
+    >>> checked_update_freq("batch", "GradientHealth"), checked_update_freq(20, "GradientHealth")
+    (1, 20)
+    """
+    if isinstance(update_freq, str):
+        steps = {"batch": 1, "epoch": _NEVER}  # each epoch's end is looked at anyway
+        if update_freq not in steps:
+            raise ValueError(
+                f'`update_freq` of {owner} must be "epoch", "batch" or a whole number of steps. '
+                f'Received: update_freq={update_freq!r}. Write for example update_freq="epoch".'
+            )
+        return steps[update_freq]
+    return whole_number("update_freq", update_freq, owner)
+
 
 class Cadence:
     """Tells at the beginning of a batch whether `update_freq` steps have passed since the last yes.

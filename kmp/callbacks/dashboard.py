@@ -1,59 +1,43 @@
 """What TensorBoard shows of a run: `GradientHealth`'s reports as curves, histograms and images."""
 
-import io
+import dataclasses
 import math
+import numbers
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from kmp.callbacks.charts import LAYOUT, describe
+from kmp.callbacks.heat_map import Look, heat_map
 from kmp.callbacks.verdict import Verdict
 from kmp.health import details as _sample
-from kmp.health.measure import OVERFLOW_STEPS
+from kmp.health.measure import L2_NORM, OVERFLOW_STEPS
 from kmp.health.report import GradientReport
 from kmp.summaries import SummaryWriter
 
-LAYOUT: dict[str, dict[str, Any]] = {
-    "Mixed precision": {
-        "loss scale, log2": ["mixed_precision/loss_scale_log2$"],
-        "skipped steps": ["mixed_precision/skipped_steps$"],
-        "headroom, bits": ["mixed_precision/headroom_bits$"],
-        "float16: % of the gradient degraded, lost": ["mixed_precision/(degraded|lost)_pct$"],
-        "verdict: 0 healthy, 1 calibrating, 2 underflow, 3 unstable, 4 stalled, 5 collapsed, "
-        "6 forward NaN": ["mixed_precision/verdict$"],
-    },
-    "Gradient health": {
-        "global norm": ["grad/global_norm$"],
-        "norm of each variable": ["grad_norm/.*"],
-        "log10 of update / weight: median and range, healthy near -3": {
-            "value": "update_ratio/median",
-            "lower": "update_ratio/min",
-            "upper": "update_ratio/max",
-        },
-        "log10 of update / weight, each variable": ["update_ratio_of/.*"],
-        "overflows of each variable": ["grad_overflow_steps/.*"],
-    },
-}
 _COLUMNS = (
-    ("l2_norm", "grad_norm"),
-    ("max_abs", "grad_max_abs"),
-    ("zero_share", "grad_zero_share"),
-    ("overflow_steps", "grad_overflow_steps"),
+    ("l2_norm", "variable_grad_norm"),
+    ("max_abs", "variable_grad_max_abs"),
+    ("zero_share", "variable_grad_zero_share"),
+    ("overflow_steps", "variable_overflow_steps"),
 )
 _EDGES = range(_sample.LOWEST, _sample.HIGHEST + 2)  # the same for all variables, steps and runs
-_CELL, _LABEL, _LOOKS = 12, 240, 60  # pixels, pixels, columns of the heat map
-_COLD, _HOT, _OVERFLOW, _ABSENT = (20, 20, 90), (250, 240, 110), (220, 20, 20), (200, 200, 200)
+_LOOKS = 60  # columns of the heat map
 
 
 class Dashboard:
     """Writes reports so that TensorBoard's tab Custom Scalars shows them on two pages.
 
-    Histograms, the heat map and the table of variables are written at the first ten looks and at
-    each tenth from then on: they cost ten times what the curves do.
+    Histograms and the table of variables are written at the first ten looks and at each tenth from
+    then on, the heat map at the first and at each tenth, and both at the end: they cost ten times
+    what the curves do.
 
     Args:
         log_dir: the run's directory, as of `kmp.summaries.SummaryWriter`.
         before: the report at its beginning, whose overflows are not this run's; None if it is new.
+        hparams: what sets the run apart in the tab HParams; None for nothing.
 
     Example:
 
@@ -63,11 +47,19 @@ class Dashboard:
     >>> board.close()
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str], before: GradientReport | None = None):
-        self._writer = SummaryWriter(log_dir)
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str],
+        before: GradientReport | None = None,
+        hparams: Mapping[str, float | str] | None = None,
+    ):
+        self._writer = SummaryWriter(log_dir, describe)
         self._writer.custom_scalars_layout(LAYOUT)
+        if hparams:
+            self._writer.hparams(hparams)
         self._looks = 0
-        self._history: list[tuple[np.ndarray, np.ndarray]] = []
+        self._left: dict[Callable[[GradientReport], None], GradientReport] = {}
+        self._history: list[Look] = []
         self._overflows = before.matrix[:, OVERFLOW_STEPS] if before else np.zeros(())
 
     def write(self, report: GradientReport, verdict: Verdict, update_ratio: float) -> None:
@@ -76,23 +68,32 @@ class Dashboard:
         text = f"**{verdict}**\n\n```\n{report}\n```"
         self._writer.text("mixed_precision/report", text, report.step)
         overflows = report.matrix[:, OVERFLOW_STEPS]
-        self._history.append((report.matrix[:, 0], overflows > self._overflows))
+        self._history.append(
+            Look(report.step, report.matrix[:, L2_NORM], overflows > self._overflows)
+        )
         self._history, self._overflows = self._history[-_LOOKS:], overflows.copy()
         self._looks += 1
-        if self._looks <= 10 or self._looks % 10 == 0:
-            self._write_pictures(report)
+        for write, first in ((self._write_tables, 10), (self._write_heat_map, 1)):
+            self._left[write] = report
+            if self._looks <= first or self._looks % 10 == 0:
+                write(self._left.pop(write))
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
+        """Close the file; first write of the last look what has been left out."""
+        while self._left:
+            write, report = self._left.popitem()
+            write(report)
         self._writer.close()
 
-    def _write_pictures(self, report: GradientReport) -> None:
+    def _write_tables(self, report: GradientReport) -> None:
         for path, counts in (report.exponents or {}).items():
             self._writer.histogram(
-                f"grad_exponent/{path}", counts[1:-1].tolist(), _EDGES, report.step
+                f"variable_grad_exponent/{path}", counts[1:-1].tolist(), _EDGES, report.step
             )
         self._writer.text("mixed_precision/variables", _table(report), report.step)
+
+    def _write_heat_map(self, report: GradientReport) -> None:
         if report.paths:
             picture, size = heat_map(report.paths, self._history)
             self._writer.image("heatmap/log10_grad_norm", picture, *size, report.step)
@@ -118,13 +119,13 @@ def _scalars(report: GradientReport, verdict: Verdict, update_ratio: float) -> d
             ("unmoved", report.unmoved_share),
         ):
             scalars[f"mixed_precision/{name}_pct"] = 100 * float(np.mean(list(shares.values())))
-        scalars |= {f"weight_norm/{path}": x for path, x in report.weight_norm.items()}
+        scalars |= {f"variable_weight_norm/{path}": x for path, x in report.weight_norm.items()}
     ratios = report.update_ratio
     if ratios:
         scalars["update_ratio/median"] = update_ratio
         scalars["update_ratio/min"] = min(ratios.values())
         scalars["update_ratio/max"] = max(ratios.values())
-        scalars |= {f"update_ratio_of/{path}": x for path, x in ratios.items()}
+        scalars |= {f"variable_update_ratio/{path}": x for path, x in ratios.items()}
     return scalars
 
 
@@ -143,39 +144,38 @@ def _table(report: GradientReport) -> str:
     return "\n".join(rows)
 
 
-def heat_map(
-    paths: tuple[str, ...], looks: list[tuple[np.ndarray, np.ndarray]]
-) -> tuple[bytes, tuple[int, int]]:
-    """Draw the norms of the variables (rows) over the looks (columns), red where one overflowed.
+def settings_of(model: Any, optimizer: Any) -> dict[str, float | str]:
+    """What sets a run apart in the tab HParams.
 
     Args:
-        paths: the variables' paths.
-        looks: for each look float32[num_variables] norms and bool[num_variables], whether the
-            variable has overflowed since the look before.
+        model: `keras.Model`.
+        optimizer: `kmp.LossScaleOptimizer`.
 
-    Returns:
-        A PNG, and its width and height in pixels.
+    Example:
+
+    >>> model = keras.Sequential([keras.layers.Dense(1)])
+    >>> rule = kmp.DynamicLossScale(growth_interval=20)
+    >>> settings_of(model, kmp.scaled("sgd", rule, learning_rate=0.5))["loss_scale"]
+    'DynamicLossScale(growth_interval=20)'
     """
-    from PIL import Image, ImageDraw  # tensorboard depends on it
+    inner = optimizer.inner_optimizer
+    rate = inner.get_config().get("learning_rate")
+    if hasattr(inner, "optimizers"):
+        rate = "several"  # of a MultiOptimizer
+    elif isinstance(rate, numbers.Real):
+        rate = float(f"{float(rate):.6g}")  # 0.001, which float32 keeps as 0.0010000000474974513
+    elif isinstance(rate, Mapping):
+        rate = rate["class_name"]  # a schedule
+    return {
+        "policy": model.dtype_policy.name,
+        "loss_scale": _short(optimizer.loss_scale),
+        "optimizer": type(inner).__name__,
+        "learning_rate": rate if isinstance(rate, float | str) else type(rate).__name__,
+    }
 
-    with np.errstate(divide="ignore"):
-        levels = np.log10(np.stack([norms for norms, _ in looks], axis=1).astype("float64"))
-    bad = np.stack([overflowed for _, overflowed in looks], axis=1)
-    known = np.isfinite(levels)
-    low, high = (levels[known].min(), levels[known].max()) if known.any() else (0.0, 1.0)
-    heat = (np.where(known, levels, low) - low) / max(high - low, 1e-9)
-    colours = np.array(_COLD) + heat[..., None] * (np.array(_HOT) - np.array(_COLD))
-    colours[~known] = _ABSENT
-    colours[bad] = _OVERFLOW
-    pixels = np.kron(colours.astype("uint8"), np.ones((_CELL, _CELL, 1), "uint8"))
-    size = (_LABEL + pixels.shape[1], pixels.shape[0] + _CELL)
-    image = Image.new("RGB", size, "white")
-    image.paste(Image.fromarray(pixels), (_LABEL, 0))
-    draw = ImageDraw.Draw(image)
-    for row, path in enumerate(paths):
-        draw.text((2, row * _CELL), path[-38:], fill="black", font_size=_CELL - 2)
-    legend = f"log10 norm {low:.1f} (dark) to {high:.1f} (light); red: overflowed"
-    draw.text((2, size[1] - _CELL), legend, fill="black", font_size=_CELL - 2)
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue(), size
+
+def _short(rule: Any) -> str:
+    """The class of a rule, and what is not left at its default."""
+    fields = dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ()
+    values = {f.name: getattr(rule, f.name) for f in fields if getattr(rule, f.name) != f.default}
+    return f"{type(rule).__name__}({', '.join(f'{k}={v!r}' for k, v in values.items())})"

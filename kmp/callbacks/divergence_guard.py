@@ -8,6 +8,7 @@ import keras
 
 from kmp._common import checked_choice, number, warn, whole_number
 from kmp.callbacks.cadence import Cadence
+from kmp.callbacks.order import come_first
 from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
 from kmp.callbacks.protection import Claim, protect_fit, release
 from kmp.callbacks.snapshot import Snapshot, restore_snapshot, take_snapshot
@@ -140,6 +141,7 @@ class DivergenceGuard(keras.callbacks.Callback):
         self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
 
     def on_train_begin(self, logs=None):
+        come_first(self)
         protect_fit(self._trained, Claim(self))
         self._begin(read_progress(self._trained))
 

@@ -3,20 +3,20 @@
 import collections
 import math
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import keras
 import numpy as np
-from keras import ops
 
-from kmp import _backend
-from kmp._common import whole_number
 from kmp._keras import layers_of, own_weights
+from kmp.callbacks import arguments, readings
 from kmp.callbacks.alarms import Alarms
-from kmp.callbacks.cadence import Cadence
-from kmp.callbacks.dashboard import Dashboard
+from kmp.callbacks.cadence import Cadence, checked_update_freq
+from kmp.callbacks.epoch_curves import learning_rates
 from kmp.callbacks.judging import Evidence, judge
+from kmp.callbacks.order import come_first
+from kmp.callbacks.outlets import Outlets
 from kmp.callbacks.protection import Claim, protect_fit, release
 from kmp.callbacks.standstill import Standstill, Weight
 from kmp.callbacks.verdict import Limits, Verdict, checked_limits
@@ -34,34 +34,48 @@ class GradientHealth(keras.callbacks.Callback):
     compiled step has measured, in one transfer. In between nothing leaves the device, and nothing
     is missed: overflows and skipped steps are counted inside the step.
 
-    The logs of each epoch, and so History, the progress bar and CSVLogger, gain
+    The logs of each epoch, and so History, the progress bar, CSVLogger and whatever else reads
+    them, wherever it stands in the list of callbacks, gain the first four of these keys, and of the
+    others those that `logs` names:
 
     ```
     loss_scale       the scale of the next step
     skipped_steps    steps skipped since training began
     grad_norm        l2 norm of the last step's gradient over all variables, in true units
+    verdict          the worst state of this epoch, which prints as its name and counts as its
+                     number: 0 HEALTHY, 1 CALIBRATING, 2 UNDERFLOW, 3 UNSTABLE, 4 STALLED,
+                     5 COLLAPSED, 6 FORWARD-NAN
     headroom_bits    how often the scale could double before that gradient leaves float16
     degraded_share   share of its non-zero values that have fewer bits in float16, at that scale
     lost_share       share of them that would be zero in float16
     update_ratio     log10 of update norm over weight norm, median of the variables; healthy near -3
-    verdict          the worst state of this epoch: 0 HEALTHY, 1 CALIBRATING, 2 UNDERFLOW,
-                     3 UNSTABLE, 4 STALLED, 5 COLLAPSED, 6 FORWARD-NAN
     ```
-
-    Put it before callbacks that read these keys.
 
     While `fit` runs the model is protected, as `kmp.protect` does: `loss` and metrics are averages
     over the steps that were not skipped, and a skipped step leaves the state of all layers alone.
     When `fit` ends, the model and the optimizer are as they were.
 
     Args:
-        log_dir: directory for TensorBoard's event files, or None for none. Needs no TensorFlow. Of
-            several processes that train one model together the first alone writes.
-        update_freq: int >= 1, training steps between two looks, whatever `steps_per_execution` is.
+        log_dir: directory for TensorBoard's event files, or None for none. Needs no TensorFlow. The
+            logs of each epoch and the learning rate go into the runs `train` and `validation` in
+            it, as keras.callbacks.TensorBoard names them (unless that writes there too), and all
+            else into the run that the directory itself is.
+        update_freq: training steps between two looks, an int >= 1, whatever `steps_per_execution`
+            is; or `"batch"`, after each step, or `"epoch"`, at the end of each epoch alone.
+        logs: list of names from the second half of the table, or `"all"`.
+        on_report: function that is called with a flat dict at each look, for other trackers. The
+            keys are those of the table, `step`, `consecutive_skips`, `grad_max_abs`, and for each
+            variable `grad_norm/<path>`, `overflow_steps/<path>` and `update_ratio/<path>`; what was
+            not measured is left out. The values are Python's own numbers, `verdict` is a str.
+        verbose: 1 prints the verdict at the end of an epoch if it is another one than before; 0
+            prints nothing. Warnings come with both.
         limits: `kmp.callbacks.Limits`, where the verdict and the warnings turn.
         optimizer: the `kmp.LossScaleOptimizer` to watch, for a model that steps several, as a GAN
             does. By default the one that the model is compiled with.
         prefix: str, put before the keys in the logs, to tell several watched optimizers apart.
+
+    Of several processes that train one model together the first alone writes to `log_dir` and calls
+    `on_report`.
 
     Attributes:
         report: `kmp.GradientReport` of the last look; None before the first.
@@ -83,17 +97,18 @@ class GradientHealth(keras.callbacks.Callback):
     >>> model.compile(kmp.scaled("sgd", learning_rate=0.1), "mse")
     >>> watch = kmp.callbacks.GradientHealth()
     >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), callbacks=[watch], verbose=0)
-    >>> history.history["skipped_steps"], watch.report.step
-    ([0], 1)
-    >>> watch.verdict.state
-    'HEALTHY'
+    >>> history.history["skipped_steps"], history.history["verdict"], watch.report.step
+    ([0], [HEALTHY], 1)
     """
 
     def __init__(
         self,
         *,
         log_dir: str | os.PathLike[str] | None = None,
-        update_freq: int = 100,
+        update_freq: int | Literal["epoch", "batch"] = 100,
+        logs: Sequence[str] | Literal["all"] = (),
+        on_report: Callable[[dict[str, Any]], object] | None = None,
+        verbose: int = 0,
         limits: Limits | None = None,
         optimizer: LossScaleOptimizer | None = None,
         prefix: str = "",
@@ -101,11 +116,14 @@ class GradientHealth(keras.callbacks.Callback):
         super().__init__()
         self.log_dir, self.prefix = log_dir, prefix
         self.limits = checked_limits(limits)
-        self.update_freq = whole_number("update_freq", update_freq, "GradientHealth")
+        self.update_freq = update_freq
+        self._every = checked_update_freq(update_freq, "GradientHealth")  # steps
+        self.logs = arguments.checked_logs(logs)
+        self.on_report = arguments.checked_on_report(on_report)
+        self.verbose = arguments.checked_verbose(verbose)
         self._given = optimizer
         if optimizer is not None:
-            _require_measurements(optimizer)
-        self._dashboard: Dashboard | None = None
+            arguments.require_measurements(optimizer)
         self._begin()
 
     def _begin(self, optimizer: Any = None, step: int = 0) -> None:
@@ -113,8 +131,9 @@ class GradientHealth(keras.callbacks.Callback):
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
         self._ratio = math.nan
+        self._told = ""  # the state that was printed last
         self._optimizer = optimizer
-        self._cadence = Cadence(self.update_freq, step)
+        self._cadence = Cadence(self._every, step)
         self._alarms = Alarms(self.limits)
         self._past: collections.deque[GradientReport] = collections.deque()
         self._update_ratios: collections.deque[float] = collections.deque(maxlen=10)
@@ -123,9 +142,10 @@ class GradientHealth(keras.callbacks.Callback):
         super().set_model(model)
         self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
         if self._given is None:
-            _require_measurements(getattr(model, "optimizer", None), model)
+            arguments.require_measurements(getattr(model, "optimizer", None), model)
 
     def on_train_begin(self, logs=None):
+        others = come_first(self)
         optimizer = self._given or self._trained.optimizer
         self._switch_on(optimizer)
         report = self._read(optimizer)
@@ -139,8 +159,9 @@ class GradientHealth(keras.callbacks.Callback):
             self._past.append(report)  # what happened before is not this run's
         self._epoch_start = report
         self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
-        if self.log_dir is not None and _backend.writes_logs(self._trained):
-            self._dashboard = Dashboard(self.log_dir, report)
+        self._outlets = Outlets(
+            self._trained, optimizer, self.log_dir, self.on_report, report, others
+        )
 
     def _switch_on(self, optimizer: Any) -> None:
         """Protect this `fit`, and let its steps measure details as often as this looks."""
@@ -158,42 +179,37 @@ class GradientHealth(keras.callbacks.Callback):
         protect_fit(self._trained, Claim(self, variant=variant, undo=undo))
 
     def on_epoch_begin(self, epoch, logs=None):
+        self._outlets.begin_epoch()
         self._worst: Verdict | None = None
         self._sync()
         if self._optimizer.built:
             # Where nobody knows how many: as many as in the epoch before, in the first the first.
             steps = (self.params or {}).get("steps") or self._epoch_steps
             last = self._cadence.epoch_start + steps
-            self._optimizer.sample_gradients(self.update_freq, and_at=last)
+            self._optimizer.sample_gradients(self._every, and_at=last)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._cadence.is_due(batch):
             self._look()
 
     def on_epoch_end(self, epoch, logs=None):
+        logs = {} if logs is None else logs
         report = self._look()
-        if report is None:
-            return
-        self._epoch_steps = report.step - self._cadence.epoch_start
-        self._cadence.epoch_start, self._epoch_start = report.step, report
-        if logs is not None:
-            found = {
-                "loss_scale": report.loss_scale,
-                "skipped_steps": report.skipped_steps,
-                "grad_norm": report.grad_norm,
-                "headroom_bits": report.headroom_bits,
-                "degraded_share": _mean(report.degraded_share),
-                "lost_share": _mean(report.lost_share),
-                "update_ratio": self._ratio,
-                "verdict": self.verdict.code if self.verdict else 0,
-            }
-            logs.update({f"{self.prefix}{name}": value for name, value in found.items()})
+        if report is not None:
+            self._epoch_steps = report.step - self._cadence.epoch_start
+            self._cadence.epoch_start, self._epoch_start = report.step, report
+            found = readings.numbers(report, self.verdict, self._ratio)
+            logs.update({f"{self.prefix}{name}": found[name] for name in self.logs})
+        if self.log_dir is not None:
+            self._sync()  # the learning rate may depend on the step
+        self._outlets.end_epoch(epoch, logs)
+        if self.verbose and self.verdict and self.verdict.state != self._told:
+            self._told = self.verdict.state
+            print(f"\nEpoch {epoch + 1}: {self.verdict}")
 
     def on_train_end(self, logs=None):
         release(self._trained, self)
-        if self._dashboard is not None:
-            self._dashboard.close()
-            self._dashboard = None
+        self._outlets.close()
 
     def _read(self, optimizer: Any) -> GradientReport | None:
         return read_report(optimizer, self._trained) if optimizer.built else None
@@ -214,8 +230,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._past.append(report)
         self._alarms.of_verdict(report, self.verdict)
         self._alarms.of_gradients(report, weights)
-        if self._dashboard is not None:
-            self._dashboard.write(report, self.verdict, ratio)
+        self._outlets.look(report, self.verdict, ratio)
         return report
 
     def _judge(self, report: GradientReport, weights: Mapping[str, Weight]) -> Verdict:
@@ -236,7 +251,7 @@ class GradientHealth(keras.callbacks.Callback):
 
     def _learning_rate(self) -> float:
         self._sync()
-        return float(ops.convert_to_numpy(ops.convert_to_tensor(self._optimizer.learning_rate)))
+        return max(learning_rates(self._optimizer).values())
 
     def _sync(self) -> None:
         """Bring JAX's state out of the loop and into the variables."""
@@ -264,33 +279,3 @@ class GradientHealth(keras.callbacks.Callback):
         matrices = [x for p, x in ratios.items() if p in weights and weights[p].is_matrix]
         chosen = matrices or list(ratios.values())
         return float(np.median(chosen)) if chosen else math.nan
-
-
-def _mean(shares: dict[str, float]) -> float:
-    return float(np.mean(list(shares.values()))) if shares else math.nan
-
-
-def _require_measurements(optimizer: Any, model: Any = None) -> None:
-    """Raise ValueError unless `optimizer`, of `model` if that is given, measures gradients."""
-    if not isinstance(optimizer, LossScaleOptimizer):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)  # under mixed_float16 Keras wraps
-        name = type(inner).__name__ if inner else "keras.optimizers.Adam"
-        own = [k for k, v in vars(model).items() if isinstance(v, LossScaleOptimizer)]
-        others = (
-            f"For one of several write GradientHealth(optimizer=model.{own[0]})."
-            if own
-            else (
-                f"Write model.compile(optimizer=kmp.scaled({name}, ...), ...); with "
-                'loss_scale="none" where nothing needs scaling.'
-            )
-        )
-        raise ValueError(
-            "GradientHealth reads what kmp's optimizer measures. Received: "
-            + ("a model compiled with " if model else "")
-            + f"{type(optimizer).__name__}. {others}"
-        )
-    if not optimizer.measure_gradients:
-        raise ValueError(
-            "GradientHealth needs the optimizer's measurements. Received: measure_gradients=False. "
-            "Leave the argument out of kmp.LossScaleOptimizer(...), or the callback out of `fit`."
-        )

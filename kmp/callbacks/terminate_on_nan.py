@@ -6,6 +6,7 @@ import keras
 
 from kmp._common import warn, whole_number
 from kmp.callbacks.cadence import Cadence
+from kmp.callbacks.order import come_first
 from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
 from kmp.callbacks.protection import Claim, protect_fit, release
 
@@ -68,6 +69,7 @@ class TerminateOnNaN(keras.callbacks.Callback):
         self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
 
     def on_train_begin(self, logs=None):
+        come_first(self)
         protect_fit(self._trained, Claim(self))
         self.stopped_because = None
         self._seen_steps = read_progress(self._trained).seen_steps

@@ -17,6 +17,35 @@ STATES = (
 )
 
 
+class Grade(float):
+    """The number of a state, which prints as its name.
+
+    Keras's progress bar and its writers of files want numbers in the logs, and people a word. The
+    progress bar divides a value by one and formats it, which leaves this one as it is.
+
+    Example:
+
+    >>> grade = Grade(3)
+    >>> grade, f"{grade / 1:.4f}", float(grade), grade == "UNSTABLE", grade > 2
+    (UNSTABLE, 'UNSTABLE', 3.0, True, True)
+    """
+
+    def __str__(self) -> str:
+        return STATES[int(self)]
+
+    __repr__ = __str__
+    __hash__ = float.__hash__
+
+    def __format__(self, format_spec: str) -> str:
+        return str(self)
+
+    def __truediv__(self, other: Any) -> float:
+        return self if other == 1 else float.__truediv__(self, other)
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == other if isinstance(other, str) else float(self) == other
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The state of a run.

@@ -1,5 +1,6 @@
 """The dashboard of a real run, in a real TensorBoard and in a real browser."""
 
+import builtins
 import io
 import shutil
 import subprocess
@@ -13,7 +14,8 @@ from test_summaries import tensorboard_server
 
 import kmp
 from kmp.callbacks import dashboard
-from kmp.callbacks.dashboard import LAYOUT, heat_map
+from kmp.callbacks.charts import LAYOUT
+from kmp.callbacks.heat_map import Look, heat_map
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step")
 RED, LINE = (220, 20, 20), (255, 112, 67)  # of the heat map; of TensorBoard's first run
@@ -28,14 +30,15 @@ def logs(tmp_path_factory):
         model = keras.Sequential(
             [keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)]
         )
-        model.compile(kmp.scaled("adam", learning_rate=0.01), loss="mse")
+        model.compile(kmp.scaled("adam", learning_rate=0.01), loss="mse", metrics=["mae"])
         x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
         y = x[:, :1]
         if run == "skips":
             y = y.copy()
             y[20] = np.inf
         watch = kmp.callbacks.GradientHealth(log_dir=directory / run, update_freq=2)
-        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[watch])
+        arguments = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": [watch]}
+        model.fit(x, y, validation_data=(x, x[:, :1]), **arguments)
     return directory
 
 
@@ -57,12 +60,13 @@ def test_tensorboard_has_points_for_every_chart(tensorboard, run):
         for series in chart.get("margin", {}).get("series", []):
             tags += [series["value"], series["lower"], series["upper"]]
         for tag in tags:
-            query = urllib.parse.urlencode({"run": run, "tag": tag})
+            is_epoch = tag == "epoch_loss$"
+            query = urllib.parse.urlencode({"run": f"{run}/train" if is_epoch else run, "tag": tag})
             answer = tensorboard(f"custom_scalars/scalars?{query}")
             series = list(answer["tag_to_events"].values())
             assert series, f"{chart['title']}: nothing matches {tag}"
             for points in series:
-                steps = set(range(2, 25, 2))
+                steps = {0} if is_epoch else set(range(2, 25, 2))
                 if "update_ratio" in tag and run == "skips":
                     steps -= {6}  # the skipped one: nothing moved
                 assert [step for _, step, _ in points] == sorted(steps), chart["title"]
@@ -72,13 +76,17 @@ def test_tensorboard_has_histograms_pictures_and_texts(tensorboard):
     tags = tensorboard("timeseries/tags")
     paths = [tag.partition("/")[2] for tag in tags["histograms"]["runTagInfo"]["skips"]]
     assert len(paths) == 4
-    histogram = tensorboard(f"histograms/histograms?run=skips&tag=grad_exponent/{paths[0]}")
-    assert len(histogram) == 10  # the first ten looks
+    histogram = tensorboard(
+        f"histograms/histograms?run=skips&tag=variable_grad_exponent/{paths[0]}"
+    )
+    assert [step for _, step, _ in histogram] == [*range(2, 21, 2), 24]  # ten looks, and the last
     for _, step, bins in histogram:
         assert (bins[0][0], bins[-1][1]) == (-28, 17)  # a fixed axis
         assert step == 6 or sum(count for _, _, count in bins) > 0  # there all is NaN
     images = tensorboard("images/tags")
     assert set(images) == {"clean", "skips"} and set(images["skips"]) == {"heatmap/log10_grad_norm"}
+    pictures = tensorboard("images/images?run=skips&tag=heatmap/log10_grad_norm&sample=0")
+    assert [picture["step"] for picture in pictures] == [2, 20, 24]
     table = tensorboard("text/text?run=skips&tag=mixed_precision/variables")[-1]["text"]
     assert "<table>" in table and all(path in table for path in paths)
     report = tensorboard("text/text?run=skips&tag=mixed_precision/report")
@@ -115,28 +123,71 @@ def test_the_charts_are_drawn(tensorboard, tmp_path):
     assert bands(drawn.any(axis=0), 25) >= 3
 
 
-def test_the_heat_map_is_red_where_a_variable_overflowed():
-    looks = [
-        (np.float32([1.0, 1e-3]), np.array([False, False])),
-        (np.float32([1.0, 0.0]), np.array([False, True])),
-    ]
-    png, size = heat_map(("a/kernel", "a/bias"), looks)
-    image = Image.open(io.BytesIO(png))
-    assert image.size == size and image.format == "PNG"
-    pixels = np.asarray(image)[6:30:12, -18::12]  # the middle of each cell
-    assert [[tuple(cell) == RED for cell in row] for row in pixels] == [
-        [False, False],
-        [False, True],
-    ]
-    assert pixels[0, 0].sum() > pixels[1, 0].sum()  # larger is lighter
-    assert tuple(pixels[0, 0]) == tuple(pixels[0, 1])
+def test_tensorboard_describes_every_chart(tensorboard):
+    for plugin in ("scalars", "images"):
+        runs = tensorboard(f"{plugin}/tags")
+        told = {(run, tag): x["description"] for run in runs for tag, x in runs[run].items()}
+        assert [where for where, text in told.items() if not text] == []
+    found = {tag: x["description"] for tag, x in tensorboard("scalars/tags")["clean"].items()}
+    assert "saw-tooth" in found["mixed_precision/loss_scale_log2"]
+    norms = [text for tag, text in found.items() if tag.startswith("variable_grad_norm/")]
+    assert len(norms) == 4 and all("divided by" in text for text in norms)
+    tags = tensorboard("timeseries/tags")
+    for plugin in ("scalars", "histograms"):
+        told = tags[plugin]["tagDescriptions"]
+        assert {tag for x in tags[plugin]["runTagInfo"].values() for tag in x} == set(told)
+
+
+def test_loss_and_loss_scale_come_before_the_variables(tensorboard):
+    assert list(next(iter(LAYOUT.values())))[:2] == ["loss scale, log2", "loss of each epoch"]
+    tags = {tag for run in tensorboard("scalars/tags").values() for tag in run}
+    groups = sorted({tag.partition("/")[0] for tag in tags})
+    of_variables = {tag.partition("/")[0] for tag in tags if tag.count("/") > 1}
+    assert len(of_variables) == 6 and set(groups[-6:]) == of_variables
+
+
+@pytest.mark.parametrize("with_matplotlib", [True, False])
+def test_the_heat_map_is_red_where_a_variable_overflowed(with_matplotlib, monkeypatch):
+    if with_matplotlib:
+        pytest.importorskip("matplotlib")
+    else:
+        real = builtins.__import__
+
+        def refuse(name, *args, **kwargs):
+            if name.startswith("matplotlib"):
+                raise ImportError(name)
+            return real(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", refuse)
+    clean = Look(10, np.float32([1.0, 1e-3]), np.array([False, False]))
+    for overflowed in (False, True):
+        look = Look(20, np.float32([1.0, 0.0]), np.array([False, overflowed]))
+        png, size = heat_map(("a/kernel", "a/bias"), [clean, look])
+        image = Image.open(io.BytesIO(png))
+        assert image.size == size and image.format == "PNG"
+        red = (np.asarray(image.convert("RGB")) == RED).all(axis=-1)
+        # One cell of four, and its mark in the legend of the figure.
+        assert (red.sum() > 1000) == overflowed if with_matplotlib else red.any() == overflowed
+    if not with_matplotlib:
+        pixels = np.asarray(image)[6:30:12, -18::12]  # the middle of each cell
+        assert pixels[0, 0].sum() > pixels[1, 0].sum()  # larger is lighter
+        assert tuple(pixels[0, 0]) == tuple(pixels[0, 1])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1200])
+def test_the_figure_has_room_for_all_variables(rows):
+    pytest.importorskip("matplotlib")
+    paths = [f"model/block/dense_{i}/kernel" for i in range(rows)]
+    looks = [Look(i, np.ones(rows, "float32"), np.zeros(rows, bool)) for i in range(2)]
+    image = Image.open(io.BytesIO(heat_map(paths, looks)[0]))
+    assert image.size[0] == 900 and 160 < image.size[1] <= 10_200
 
 
 def test_an_overflow_of_an_earlier_fit_is_not_red(tmp_path, monkeypatch):
     looks = []
 
     def draw(paths, seen):
-        looks.append(seen[-1][1])
+        looks.append(seen[-1].overflowed)
         return heat_map(paths, seen)
 
     monkeypatch.setattr(dashboard, "heat_map", draw)
@@ -149,5 +200,5 @@ def test_an_overflow_of_an_earlier_fit_is_not_red(tmp_path, monkeypatch):
 
 
 def test_a_heat_map_of_zeros_can_be_drawn():
-    png, size = heat_map(("a",), [(np.zeros(1, "float32"), np.zeros(1, bool))])
+    png, size = heat_map(("a",), [Look(1, np.zeros(1, "float32"), np.zeros(1, bool))])
     assert Image.open(io.BytesIO(png)).size == size

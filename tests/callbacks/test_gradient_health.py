@@ -80,7 +80,8 @@ def test_the_report_is_what_numpy_computes():
 def test_logs_reach_history_and_csv(tmp_path, spe):
     logger = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
     model = linear_model(steps_per_execution=spe)
-    history = fit(model, [kmp.callbacks.GradientHealth(), logger], poisoned=[1, 2, 7], epochs=2)
+    watch = kmp.callbacks.GradientHealth(logs=["headroom_bits"])
+    history = fit(model, [watch, logger], poisoned=[1, 2, 7], epochs=2)
     assert history["skipped_steps"] == [3, 6]
     assert history["loss_scale"] == [2.0**15, 2.0**15]  # the loss was not finite: not its fault
     assert history["grad_norm"][-1] < history["grad_norm"][0]
@@ -106,9 +107,9 @@ def test_steps_in_tensorboard_are_true_training_steps(tmp_path, spe, update_freq
     assert dict(found["mixed_precision/loss_scale"])[24] == 2.0**15
     assert dict(found["mixed_precision/loss_scale_log2"])[24] == 15
     for path in watch.report.paths:
-        assert dict(found[f"grad_overflow_steps/{path}"])[24] == 2
+        assert dict(found[f"variable_overflow_steps/{path}"])[24] == 2
         norm = watch.report.column("l2_norm")[path]
-        assert dict(found[f"grad_norm/{path}"])[24] == np.float32(norm)
+        assert dict(found[f"variable_grad_norm/{path}"])[24] == np.float32(norm)
 
 
 @pytest.mark.parametrize("epochs, sampled", [(1, 1), (2, 24)])
@@ -118,7 +119,7 @@ def test_details_are_known_where_the_length_of_an_epoch_is_not(epochs, sampled):
             super().set_params({**params, "steps": None})  # as with a generator
 
     model = linear_model()
-    history = fit(model, [Watch()], epochs=epochs)
+    history = fit(model, [Watch(logs="all")], epochs=epochs)
     assert np.isfinite(history["lost_share"]).all()
     assert ops.convert_to_numpy(model.optimizer.telemetry.sampling)[3] == sampled
 

@@ -1,0 +1,87 @@
+"""The charts of `GradientHealth` in TensorBoard: how they are arranged, and what each one shows."""
+
+from typing import Any
+
+LAYOUT: dict[str, dict[str, Any]] = {
+    "Mixed precision": {
+        "loss scale, log2": ["mixed_precision/loss_scale_log2$"],
+        "loss of each epoch": ["epoch_loss$"],
+        "skipped steps": ["mixed_precision/skipped_steps$"],
+        "headroom, bits": ["mixed_precision/headroom_bits$"],
+        "float16: % of the gradient degraded, lost": ["mixed_precision/(degraded|lost)_pct$"],
+        "verdict: 0 healthy, 1 calibrating, 2 underflow, 3 unstable, 4 stalled, 5 collapsed, "
+        "6 forward NaN": ["mixed_precision/verdict$"],
+    },
+    "Gradient health": {
+        "global norm": ["grad/global_norm$"],
+        "norm of each variable": ["variable_grad_norm/.*"],
+        "log10 of update / weight: median and range, healthy near -3": {
+            "value": "update_ratio/median",
+            "lower": "update_ratio/min",
+            "upper": "update_ratio/max",
+        },
+        "log10 of update / weight, each variable": ["variable_update_ratio/.*"],
+        "overflows of each variable": ["variable_overflow_steps/.*"],
+    },
+}
+
+# Of single tags, and of all tags of a group by its name and "/".
+_DESCRIPTIONS = {
+    "mixed_precision/loss_scale": "What the loss of the next step is multiplied by.",
+    "mixed_precision/loss_scale_log2": "The loss scale as a power of two. A saw-tooth at any "
+    "height is healthy, a steady fall is not.",
+    "mixed_precision/skipped_steps": "Steps skipped since training began, because a gradient was "
+    "not finite. A few at the beginning are how the loss scale is found.",
+    "mixed_precision/consecutive_skips": "Steps skipped in a row up to now.",
+    "mixed_precision/headroom_bits": "How often the loss scale could double before the largest "
+    "gradient leaves float16.",
+    "mixed_precision/degraded_pct": "Percent of the non-zero gradient that has fewer bits in "
+    "float16 at this loss scale; mean of the variables.",
+    "mixed_precision/lost_pct": "Percent of the non-zero gradient that float16 rounds to zero at "
+    "this loss scale; mean of the variables.",
+    "mixed_precision/unmoved_pct": "Percent of the non-zero gradient whose weight the step did not "
+    "change; mean of the variables.",
+    "mixed_precision/verdict": "0 healthy, 1 calibrating, 2 underflow, 3 unstable, 4 stalled, "
+    "5 collapsed, 6 forward NaN; the worst since the last epoch's end.",
+    "mixed_precision/report": "The verdict, and the gradient of each variable, at this step.",
+    "mixed_precision/variables": "The gradient of each variable at this step.",
+    "grad/global_norm": "l2 norm of the gradient over all variables, divided by the loss scale.",
+    "grad/max_abs": "Largest absolute value of any gradient, divided by the loss scale.",
+    "update_ratio/median": "log10 of the update's norm over the weight's norm, the median of the "
+    "variables. Healthy near -3.",
+    "update_ratio/min": "log10 of the update's norm over the weight's norm, the smallest.",
+    "update_ratio/max": "log10 of the update's norm over the weight's norm, the largest.",
+    "heatmap/log10_grad_norm": "The norm of each variable's gradient over time. Red: the variable "
+    "has overflowed since the look before.",
+    "variable_grad_norm/": "l2 norm of the variable's gradient, divided by the loss scale.",
+    "variable_grad_max_abs/": "Largest absolute value of the variable's gradient, divided by the "
+    "loss scale.",
+    "variable_grad_zero_share/": "Share of the variable's gradient that is exactly zero.",
+    "variable_grad_exponent/": "Exponents (log2) of the scaled gradient, of a sample. float16 has "
+    "full precision from -14 to 16, and rounds what is below -25 to zero.",
+    "variable_overflow_steps/": "Steps in which the variable's gradient was not finite.",
+    "variable_weight_norm/": "l2 norm of the variable, estimated from a sample.",
+    "variable_update_ratio/": "log10 of the update's norm over the weight's norm. Healthy near -3.",
+    "epoch_loss": "Mean loss of the epoch, over the steps that were not skipped.",
+    "epoch_learning_rate": "The optimizer's learning rate at the end of the epoch.",
+    "epoch_loss_scale": "The loss scale at the end of the epoch.",
+    "epoch_skipped_steps": "Steps skipped since training began.",
+    "epoch_grad_norm": "l2 norm of the gradient of the epoch's last step, over all variables.",
+    "epoch_verdict": "The worst verdict of the epoch: 0 healthy, 1 calibrating, 2 underflow, "
+    "3 unstable, 4 stalled, 5 collapsed, 6 forward NaN.",
+}
+
+
+def describe(tag: str) -> str:
+    """What the chart of a tag shows; empty for a tag that is not of these charts.
+
+    Example:
+
+    >>> describe("epoch_accuracy")
+    '`accuracy` in the logs of each epoch.'
+    """
+    group = tag.partition("/")[0] + "/"
+    found = _DESCRIPTIONS.get(tag) or _DESCRIPTIONS.get(group)
+    if found is None and tag.startswith("epoch_"):
+        return f"`{tag.removeprefix('epoch_')}` in the logs of each epoch."
+    return found or ""
