@@ -129,7 +129,9 @@ def measure(target: str, name: str, policy: str, variant: str, inner: str, accum
     found = hlo.counts(step.as_text())
     if target == "tpu":  # as its compiler counts, which knows what stays in vector memory
         found["bytes"] = int(step.cost_analysis()["bytes accessed"])
-    found["temporary"] = step.memory_analysis().temp_size_in_bytes
+    memory = step.memory_analysis()
+    found["temporary"] = memory.temp_size_in_bytes
+    found["arguments"] = memory.argument_size_in_bytes
     return found | {"parameters": parameters}
 
 
@@ -138,7 +140,7 @@ def table(title: str, rows: dict[str, dict]) -> str:
     lines = [
         title,
         f"{'':14} {'kernels':>8} {'GB moved':>9} {'bytes/param':>12} {'copies':>7} "
-        f"{'conditionals':>13} {'host':>5} {'temporary MB':>13}",
+        f"{'conditionals':>13} {'host':>5} {'temporary MB':>13} {'arguments MB':>13}",
     ]
     plain = rows["plain"]
     for variant, row in rows.items():
@@ -149,7 +151,8 @@ def table(title: str, rows: dict[str, dict]) -> str:
         lines.append(
             f"{variant:14} {base['kernels']:>{sign}8} {row['bytes'] / 1e9:>9.2f} "
             f"{per_parameter:>12.2f} {base['copies']:>{sign}7} {row['conditionals']:>13} "
-            f"{row['host_transfers']:>5} {base['temporary'] / 1e6:>{sign}13.1f}"
+            f"{row['host_transfers']:>5} {base['temporary'] / 1e6:>{sign}13.1f} "
+            f"{row['arguments'] / 1e6:>13.1f}"
         )
     return "\n".join(lines)
 

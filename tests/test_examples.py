@@ -36,6 +36,13 @@ EXPECTED = {
         r"^mixed_float16 everywhere but for classifier/energy: output SQNR",
         r"^Under the map the first loss that is not finite: None; skipped steps: 0\.$",
     ],
+    "lora.py": [
+        r"^sequential\S*/hidden_0 .*float32 weights: LoRA's adapters",
+        r"^HEALTHY: loss scale 1, 0 skipped\.$",
+        r"^Weights and slots: 248 KiB; all of it in float32: 990 KiB$",
+        r"^Adapters on a bfloat16 base: mirrored digits 9\d\.\d%$",
+        r"^Merged, saved and loaded: 9\d\.\d%, on \w+\.$",
+    ],
     "keep_one_layer_in_float32.py": [
         r"^Costs the output most: contrast,",
         r"^mixed_bfloat16 everywhere but for contrast: output SQNR",
