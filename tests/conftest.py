@@ -91,6 +91,7 @@ SLOW_FILES = {
     "test_threads.py",
     "test_together.py",
     "test_two_hosts.py",
+    "test_weights.py",
 }
 
 
