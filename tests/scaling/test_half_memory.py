@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from keras import ops
+from older import of_keras
 from oracle import BACKEND, MODES, Run, few, number
 
 import kmp
@@ -299,8 +300,8 @@ def test_an_update_that_raises_leaves_nothing_behind():
 
 
 def test_several_optimizers_in_one():
-    parts = keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(
+    parts = of_keras("optimizers.MultiOptimizer")(
+        of_keras("optimizers.OptimizerMap")(
             keras.optimizers.Adam(0.01), {"kernel": keras.optimizers.Lion(0.01)}
         )
     )
