@@ -17,6 +17,17 @@ def of_keras(name):
         return lambda *_, **__: pytest.skip(f"Keras {keras.__version__} has no keras.{name}")
 
 
+def muon(*args, **kwargs):
+    """`keras.optimizers.Muon`; skips the test where Keras's cannot run."""
+    if keras.backend.backend() == "tensorflow" and _is_before("3.13.0"):
+        pytest.skip(f"Muon of Keras {keras.__version__} fails on TensorFlow; since 3.13 it runs")
+    return keras.optimizers.Muon(*args, **kwargs)
+
+
+def _is_before(release):
+    return versions.release(keras.__version__) < versions.release(release)
+
+
 def needs(feature):
     """Marks tests of what `kmp._keras.versions` says that older releases lack."""
     since, name = versions.FEATURES[feature]
@@ -26,9 +37,8 @@ def needs(feature):
 
 def since_keras(release, because):
     """Marks tests of something that Keras itself does otherwise before a release."""
-    older = versions.release(keras.__version__) < versions.release(release)
     reason = f"before Keras {release} {because}; this is {keras.__version__}"
-    return pytest.mark.skipif(older, reason=reason)
+    return pytest.mark.skipif(_is_before(release), reason=reason)
 
 
 def installed(package):
