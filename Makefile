@@ -11,7 +11,7 @@ OLDEST = $(CORE) tests/layers tests/callbacks tests/models/test_convert.py tests
   tests/saved_files tests/scaling/test_checkpoint.py tests/scaling/test_optimizer.py \
   tests/scaling/test_resume.py
 
-.PHONY: quickstart test test-all test-oldest test-pre lint programs compiled-counts clean
+.PHONY: quickstart test test-all test-oldest test-pre dist-check lint programs compiled-counts clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
@@ -48,6 +48,14 @@ test-pre:
 	  KERAS_BACKEND=jax $(VENV)-pre/bin/python -m pytest -n 2 --dist worksteal \
 	    -m "not wide and not slow" $(CORE) tests/layers tests/callbacks tests/test_house.py) \
 	|| echo "WARNING: kmp does not pass on the pre-releases above, or they could not be installed."
+
+# The wheel and the sdist in dist/, checked as the package index would; see docs/releasing.md.
+dist-check:
+	$(PYTHON) -m venv $(VENV)-dist
+	$(VENV)-dist/bin/pip install --quiet --disable-pip-version-check build twine
+	rm -rf dist
+	$(VENV)-dist/bin/python -m build
+	$(VENV)-dist/bin/twine check --strict dist/*
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
@@ -89,4 +97,4 @@ $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-h100 $(VENV)-oldest $(VENV)-pre $(VENV)-programs build dist *.egg-info logs
+	rm -rf $(VENV) $(VENV)-h100 $(VENV)-oldest $(VENV)-pre $(VENV)-dist $(VENV)-programs build dist *.egg-info logs
