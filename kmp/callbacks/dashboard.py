@@ -156,7 +156,7 @@ def heat_map(
     Returns:
         A PNG, and its width and height in pixels.
     """
-    from PIL import Image, ImageDraw  # tensorboard depends on it
+    from PIL import Image, ImageDraw  # only here, since it takes time to import
 
     with np.errstate(divide="ignore"):
         levels = np.log10(np.stack([norms for norms, _ in looks], axis=1).astype("float64"))
