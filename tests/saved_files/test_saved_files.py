@@ -54,7 +54,7 @@ def test_no_file_is_missing():
     assert weights == set(models.WEIGHTS_ALONE)
 
 
-@since_keras("3.13.0", "Keras reads none of its newer files")
+@since_keras("3.15.0", "Keras cannot load all that 3.15 saves")
 @pytest.mark.parametrize("name", FILES)
 def test_a_model_comes_back(name, tmp_path):
     model = keras.models.load_model(FOLDER / f"{name}.keras")
