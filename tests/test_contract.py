@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from keras import ops
+from older import muon, of_keras
 from oracle import (
     BACKEND,
     COMPILED_MODES,
@@ -42,8 +43,8 @@ OPTIMIZERS = {
     "ftrl": functools.partial(k.Ftrl, 0.1),
     "lion": functools.partial(k.Lion, 0.1),
     "lamb": functools.partial(k.Lamb, 0.1),
-    "muon": functools.partial(k.Muon, 0.1),
-    "schedule_free": functools.partial(k.ScheduleFreeAdamW, 0.1),
+    "muon": functools.partial(muon, 0.1),
+    "schedule_free": functools.partial(of_keras("optimizers.ScheduleFreeAdamW"), 0.1),
     "clipnorm": functools.partial(k.Adam, 0.1, clipnorm=0.5),
     "global_clipnorm": functools.partial(k.SGD, 0.1, global_clipnorm=0.5),
     "clipvalue": functools.partial(k.SGD, 0.1, clipvalue=0.25),

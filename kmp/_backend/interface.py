@@ -127,10 +127,7 @@ class Backend(Protocol):
         """`compute()` if `pred`, else `otherwise`; neither writes anything."""
 
     def run_step(
-        self,
-        step: Callable[..., None],
-        gradients: list[Gradient],
-        variables: list[Variable],
+        self, step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
     ) -> None:
         """Sum the gradients over the replicas, if there are any, and run a step for all of them.
 
@@ -233,6 +230,9 @@ class Backend(Protocol):
         """
 
     # ---- Host and device -----------------------------------------------------------------------
+
+    def bitcast(self, x: Tensor, dtype: str) -> Tensor:
+        """The bits of `x` read as another dtype of its width, as `keras.ops.view` of 3.12 does."""
 
     def read(self, model: Any, variables: list[Variable]) -> list[Tensor]:
         """The present values of variables of `model`, its optimizer or its metrics.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from keras import ops
 
+from kmp import _backend
 from kmp._backend.types import Tensor
 
 _SIGN, _MAGNITUDE = -(2**31), 2**31 - 1
@@ -42,14 +43,14 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
     Source: Zamirai et al. 2020, *Revisiting BFloat16 Training*, section 4.
     """
-    as_bits = ops.view(x, "int32")
+    as_bits = _backend.bitcast(ops.convert_to_tensor(x), "int32")
     magnitude = ops.bitwise_and(as_bits, _int32(_MAGNITUDE))
     noise = ops.bitwise_and(bits, _int32(_LOWER_HALF))
     moved = ops.minimum(magnitude + noise, _int32(_LARGEST))
     sign = ops.bitwise_and(as_bits, _int32(_SIGN))
     rounded = ops.bitwise_or(ops.bitwise_and(moved, _int32(_UPPER_HALF)), sign)
     finite = ops.less_equal(magnitude, _int32(_LARGEST))
-    return ops.cast(ops.where(finite, ops.view(rounded, "float32"), x), "bfloat16")
+    return ops.cast(ops.where(finite, _backend.bitcast(rounded, "float32"), x), "bfloat16")
 
 
 def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) -> Tensor:

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from keras import ops
+from older import muon, of_keras
 from oracle import BACKEND, MODES, Run, few, number
 
 import kmp
@@ -30,7 +31,7 @@ OPTIMIZERS = {
     "ftrl": lambda **kw: keras.optimizers.Ftrl(0.05, **kw),
     "lion": lambda **kw: keras.optimizers.Lion(0.01, weight_decay=0.1, **kw),
     "lamb": lambda **kw: keras.optimizers.Lamb(0.01, **kw),
-    "muon": lambda **kw: keras.optimizers.Muon(0.01, **kw),
+    "muon": lambda **kw: muon(0.01, **kw),
 }
 FEATURES = {
     "clipnorm": {"clipnorm": 0.5},
@@ -299,8 +300,8 @@ def test_an_update_that_raises_leaves_nothing_behind():
 
 
 def test_several_optimizers_in_one():
-    parts = keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(
+    parts = of_keras("optimizers.MultiOptimizer")(
+        of_keras("optimizers.OptimizerMap")(
             keras.optimizers.Adam(0.01), {"kernel": keras.optimizers.Lion(0.01)}
         )
     )
