@@ -73,9 +73,12 @@ def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) ->
     Source: Salmon et al. 2011, *Parallel Random Numbers: As Easy as 1, 2, 3* (counters in place of
     a state); the hash is the finalizer of Appleby's MurmurHash3, applied twice.
     """
-    key = _mixed(ops.cast(seed, "int32") + _int32(place * _GOLDEN))
-    key = _mixed(key + ops.cast(step, "int32"))
-    return _mixed(ops.bitwise_xor(_mixed(_indices(shape) + key), _mixed(key + _int32(_GOLDEN))))
+    # Scalars of the step, the same for all places: XLA computes them once for all variables.
+    key = _mixed(_mixed(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
+    other = _mixed(key + _int32(_GOLDEN))
+    inner, outer = (_int32(_mixed_int(_GOLDEN * (2 * place + i))) for i in (1, 2))
+    mixed = _mixed(_indices(shape) + ops.bitwise_xor(key, inner))
+    return _mixed(ops.bitwise_xor(mixed, other + outer))
 
 
 def _indices(shape: Sequence[int]) -> Tensor:
@@ -95,6 +98,14 @@ def _mixed(x: Tensor) -> Tensor:
     x = ops.bitwise_xor(x, _shifted(x, 16)) * _int32(0x85EBCA6B)
     x = ops.bitwise_xor(x, _shifted(x, 13)) * _int32(0xC2B2AE35)
     return ops.bitwise_xor(x, _shifted(x, 16))
+
+
+def _mixed_int(x: int) -> int:
+    """`_mixed` of a Python number."""
+    x %= 2**32
+    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+    return x ^ x >> 16
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
