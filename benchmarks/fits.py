@@ -53,7 +53,7 @@ def main() -> None:
     """Compile, and print what the step holds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", default="bfloat16")
-    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=4)
     arguments = parser.parse_args()

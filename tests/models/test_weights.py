@@ -216,6 +216,26 @@ def test_a_conversion_that_fails_changes_no_bit():
     assert model.optimizer is optimizer and {v.dtype for v in model.weights} == {"float32"}
 
 
+class WantsFloat32(layers.Layer):
+    def call(self, x):
+        if keras.backend.standardize_dtype(x.dtype) != "float32":
+            raise TypeError("float32 is needed")
+        return x
+
+
+def test_a_model_that_cannot_be_called_in_half_gets_every_bit_back():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(6), WantsFloat32(), layers.Dense(3)])
+    model.compile(kmp.scaled(Adam(0.01), loss_scale="none"), "mse")
+    x = X[:, :6]
+    model.fit(x, x[:, :3], verbose=0)
+    before, optimizer = values(model.variables), model.optimizer
+    with pytest.raises(ValueError, match="cannot be called in bfloat16"):
+        kmp.to_mixed_precision(model, "bfloat16")
+    assert_equal(values(model.variables), before)
+    assert model.optimizer is optimizer and {v.dtype for v in model.weights} == {"float32"}
+    model.fit(x, x[:, :3], verbose=0)  # the optimizer still knows its variables
+
+
 def test_layers_that_are_filtered_out_keep_their_weights():
     model = model_of()
     kmp.to_mixed_precision(model, "bfloat16", lambda layer, path: layer.name != "more")
