@@ -7,7 +7,7 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constrain
 CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: quickstart test test-all lint programs compiled-counts clean
+.PHONY: quickstart test test-all lint site notebooks programs compiled-counts clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
@@ -40,6 +40,21 @@ $(VENV)-programs/stamp: setup.cfg pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[tensorflow,jax,programs,test]'
 	@touch $@
 
+# The site, in build/site. A warning, or a link that leads nowhere, is an error.
+site: $(VENV)-site/stamp
+	NO_MKDOCS_2_WARNING=1 $(VENV)-site/bin/mkdocs build --quiet --strict
+	@echo "Look at it: $(PYTHON) -m http.server --directory build/site"
+
+$(VENV)-site/stamp: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-site
+	$(VENV)-site/bin/pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+# Run the notebooks, and store what they print and draw in them.
+notebooks: $(VENV)/test.stamp
+	$(BIN)/jupyter execute --inplace notebooks/*.ipynb
+
 # What the compiled step runs and moves on a TPU and on an H100, counted without either.
 compiled-counts: $(VENV)/test.stamp $(VENV)-h100/stamp
 	$(BIN)/python benchmarks/compiled_counts.py --target tpu
@@ -63,4 +78,4 @@ $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-h100 $(VENV)-programs build dist *.egg-info logs
+	rm -rf $(VENV) $(VENV)-h100 $(VENV)-programs $(VENV)-site build dist *.egg-info logs
