@@ -53,7 +53,9 @@ $(VENV)-site/stamp: setup.cfg pyproject.toml constraints.txt
 
 # Run the notebooks, and store what they print and draw in them.
 notebooks: $(VENV)/test.stamp
-	$(BIN)/jupyter execute --inplace notebooks/*.ipynb
+	KERAS_BACKEND=tensorflow $(BIN)/python -m nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.record_timing=False \
+	  --ExecutePreprocessor.extra_arguments=--IPKernelApp.capture_fd_output=False notebooks/*.ipynb
 
 # What the compiled step runs and moves on a TPU and on an H100, counted without either.
 compiled-counts: $(VENV)/test.stamp $(VENV)-h100/stamp
