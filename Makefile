@@ -6,8 +6,13 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+# What the oldest versions run: the contract, layers, callbacks, conversion, checkpoints.
+OLDEST = $(CORE) tests/layers tests/callbacks tests/models/test_convert.py tests/precision \
+  tests/saved_files tests/scaling/test_checkpoint.py tests/scaling/test_optimizer.py \
+  tests/scaling/test_resume.py
 
-.PHONY: quickstart test test-all lint site notebooks programs compiled-counts clean
+.PHONY: quickstart test test-all test-oldest test-pre dist-check lint site notebooks programs \
+  compiled-counts clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
@@ -17,11 +22,41 @@ test: $(VENV)/test.stamp lint
 	KERAS_BACKEND=tensorflow $(PYTEST) -m "not wide and not slow"
 	KERAS_BACKEND=jax $(PYTEST) -m "core and not wide and not slow" $(CORE)
 
-# Everything, on three backends. CI runs this. What `make test` has just run is left out.
-test-all: test
+# Everything, on three backends, and the oldest versions on one. CI runs this. What `make test` has
+# just run is left out.
+test-all: test test-oldest
 	KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "wide or slow"
 	KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
 	KERAS_BACKEND=torch $(PYTEST) --durations=25
+
+# The oldest Keras and JAX that kmp runs on, without any other backend; see docs/versions.md.
+test-oldest: $(VENV)-oldest/stamp
+	KERAS_BACKEND=jax $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal \
+	  -m "not wide" $(OLDEST)
+
+$(VENV)-oldest/stamp: setup.cfg pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/pip install --quiet --disable-pip-version-check \
+	  --constraint constraints-oldest.txt --editable '.[jax,test]'
+	@touch $@
+
+# The newest Keras, pre-releases too, with the newest JAX: a failure is reported, and is no error.
+test-pre:
+	$(PYTHON) -m venv --clear $(VENV)-pre
+	($(VENV)-pre/bin/pip install --quiet --disable-pip-version-check --pre keras && \
+	  $(VENV)-pre/bin/pip install --quiet --disable-pip-version-check --editable '.[jax,test]' && \
+	  $(VENV)-pre/bin/pip list --format freeze | grep -E '^(keras|jax)==' && \
+	  KERAS_BACKEND=jax $(VENV)-pre/bin/python -m pytest -n 2 --dist worksteal \
+	    -m "not wide and not slow" $(CORE) tests/layers tests/callbacks tests/test_house.py) \
+	|| echo "WARNING: kmp does not pass on the pre-releases above, or they could not be installed."
+
+# The wheel and the sdist in dist/, checked as the package index would; see docs/releasing.md.
+dist-check:
+	$(PYTHON) -m venv $(VENV)-dist
+	$(VENV)-dist/bin/pip install --quiet --disable-pip-version-check build twine
+	rm -rf dist
+	$(VENV)-dist/bin/python -m build
+	$(VENV)-dist/bin/twine check --strict dist/*
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
@@ -80,4 +115,5 @@ $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-h100 $(VENV)-programs $(VENV)-site build dist *.egg-info logs
+	rm -rf $(VENV) $(VENV)-h100 $(VENV)-oldest $(VENV)-pre $(VENV)-dist $(VENV)-programs \
+	  $(VENV)-site build dist *.egg-info logs

@@ -92,6 +92,7 @@ SLOW_FILES = {
     "test_threads.py",
     "test_together.py",
     "test_two_hosts.py",
+    "test_weights.py",
 }
 
 

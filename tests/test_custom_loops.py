@@ -223,7 +223,7 @@ def fitted():
 
 
 @pytest.mark.parametrize("mode", few(MODES, "graph", "jit"))
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", few(LOOPS, "loop"))
 def test_a_loop_ends_where_fit_does(loop, mode, fitted):
     if mode not in fitted:
         fitted[mode] = numbers(by_fit(mode))

@@ -166,7 +166,11 @@ def embedding_model(optimizer, **kwargs):
 
 
 @pytest.mark.only("tensorflow")
-@pytest.mark.parametrize("compile_kwargs", [{"jit_compile": False}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize(
+    "compile_kwargs",
+    few([{"jit_compile": False}, {"run_eagerly": True}], {"run_eagerly": True}),
+    ids=str,
+)
 @pytest.mark.parametrize("name", few(["sgd", "adam"], "adam"))
 def test_embeddings_train_as_without_scaling(name, compile_kwargs):
     """Right in Keras too: sparse gradients survive being unscaled, and an overflow is skipped."""

@@ -13,6 +13,7 @@ import pytest
 from oracle import BACKEND
 
 import kmp
+from kmp._keras import versions
 
 ROOT = pathlib.Path(kmp.__file__).parent
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -245,7 +246,8 @@ def test_private_names_of_others_are_found(source, expected):
 # to 3.15.1 were looked through, and 3.9.2, which has all of the first group but one.
 PRIVATE = {
     "3.10.0": """
-        AutocastScope compute_output_spec get_keras_mask global_state set_keras_mask
+        AutocastScope compute_output_spec get_keras_mask global_state seed_generator
+        set_keras_mask
         _call_has_context_arg _call_has_training_arg _call_signature _called _dtype_policy
         _flatten_layers _inbound_nodes _is_default _is_quantized _keras_history _kernel _loss_ids
         _losses _non_trainable_variables _track_variables _tracker _trainable_variables
@@ -259,10 +261,11 @@ PRIVATE = {
         _overwrite_model_variables_with_average_value _trainable_variables_indices
         _update_model_variables_moving_average _var_key _variables
         BaseOptimizer KerasVariable _exclude_from_weight_decay _layout _parallel_update_step
-        _direct_assign
+        _direct_assign _dtype _exclude_from_weight_decay_pattern _initialize
     """,
-    "3.13.0": "GLOBAL_SEED_GENERATOR",
 }
+# What a later release no longer has, by that release.
+GONE = {"3.12.0": "_record_training_state_sharding_spec"}
 # Of TensorFlow, of PyTorch, and of kmp itself.
 NOT_OF_KERAS = {
     *("_rng", "_C", "_are_functorch_transforms_active", "_foreach_mul", "_foreach_norm"),
@@ -282,7 +285,7 @@ def test_each_private_name_is_listed_with_the_keras_it_was_checked_on():
     behind = {x: t for x, t in TREES.items() if room_of_file(x) in ("_keras", "_backend")}
     used = {name for tree in behind.values() for name in names_in_keras_src(tree)}
     used |= {name for x, t in behind.items() for name in foreign(t, OWN[room_of_file(x)])}
-    listed = [name for names in PRIVATE.values() for name in names.split()]
+    listed = [name for names in [*PRIVATE.values(), *GONE.values()] for name in names.split()]
     assert used - {"keras.src"} - NOT_OF_KERAS == set(listed)
     assert len(listed) == len(set(listed))
 
@@ -291,7 +294,14 @@ def test_this_keras_has_each_private_name():
     words = set()
     for path in pathlib.Path(keras.__file__).parent.rglob("*.py"):
         words |= set(re.findall(r"\w+", path.read_text()))
-    assert {name for names in PRIVATE.values() for name in names.split()} - words == set()
+    here = versions.release(keras.__version__)
+
+    def until_here(table):
+        reached = [names for since, names in table.items() if versions.release(since) <= here]
+        return {name for names in reached for name in names.split()}
+
+    has, lacks = until_here(PRIVATE), until_here(GONE)
+    assert (has - words, lacks & words) == (set(), set())
 
 
 # What importing loads

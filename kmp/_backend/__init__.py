@@ -33,6 +33,7 @@ all_reduce_sum = _backend.all_reduce_sum
 are_dense = _backend.are_dense
 are_finite = _backend.are_finite
 around_train_step = _backend.around_train_step
+bitcast = _backend.bitcast
 compiled = _backend.compiled
 compiled_bytes = _backend.compiled_bytes
 compiled_step_bytes = _backend.compiled_step_bytes

@@ -1,7 +1,6 @@
 """What kmp asks of a backend: each function declared, typed and documented once.
 
-`kmp/_backend/jax`, `tensorflow` and `torch` are modules with these functions, and
-`kmp/_backend/default.py` has what most of them share. The rest of kmp names no backend.
+The modules `jax`, `tensorflow` and `torch` have these functions, `default` what most of them share.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,10 +126,7 @@ class Backend(Protocol):
         """`compute()` if `pred`, else `otherwise`; neither writes anything."""
 
     def run_step(
-        self,
-        step: Callable[..., None],
-        gradients: list[Gradient],
-        variables: list[Variable],
+        self, step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
     ) -> None:
         """Sum the gradients over the replicas, if there are any, and run a step for all of them.
 
@@ -234,6 +230,9 @@ class Backend(Protocol):
 
     # ---- Host and device -----------------------------------------------------------------------
 
+    def bitcast(self, x: Tensor, dtype: str) -> Tensor:
+        """The bits of `x` read as another dtype of its width, as `keras.ops.view` of 3.12 does."""
+
     def read(self, model: Any, variables: list[Variable]) -> list[Tensor]:
         """The present values of variables of `model`, its optimizer or its metrics.
 
@@ -251,11 +250,7 @@ class Backend(Protocol):
         """Keep the value of a variable as stored; call the result to put it back."""
 
     def retype(self, variable: Variable, value: Tensor) -> Callable[[], None]:
-        """Give a variable a value of another dtype; it stays the same object.
-
-        Returns:
-            A function that puts dtype and value back.
-        """
+        """Give a variable a value of another dtype; call the result to put both back."""
 
     def random_state(self) -> Callable[[], None]:
         """Keep the state of the backend's random generators; call the result to put it back."""
@@ -281,7 +276,7 @@ class Backend(Protocol):
     def compiled_bytes(
         self, model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]
     ) -> int | None:
-        """What XLA needs beside arguments and results to compute the gradient of `loss`.
+        """What XLA needs beside arguments and results for the gradient of `loss`.
 
         Args:
             model: the model that `loss` calls.

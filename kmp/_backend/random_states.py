@@ -8,9 +8,12 @@ from keras import ops
 
 # Keras has no public names for the seed that unseeded random operations share.
 from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.random import seed_generator
 
 from kmp import _backend
+
+# The key of that seed has a name since Keras 3.13.
+_SEED = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
 
 
 class RandomStates:
@@ -19,9 +22,7 @@ class RandomStates:
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._backend = _backend.random_state()
-        self._seed: keras.random.SeedGenerator | None = global_state.get_global_attribute(
-            GLOBAL_SEED_GENERATOR
-        )
+        self._seed: keras.random.SeedGenerator | None = global_state.get_global_attribute(_SEED)
         self._value = None if self._seed is None else ops.copy(self._seed.state.value)
 
     def restore(self) -> None:
@@ -31,4 +32,4 @@ class RandomStates:
         self._backend()
         if self._seed is not None:
             self._seed.state.assign(self._value)
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, self._seed)
+        global_state.set_global_attribute(_SEED, self._seed)

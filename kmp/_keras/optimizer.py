@@ -69,6 +69,48 @@ else:
     BaseLossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 
 
+# What Keras's LossScaleOptimizer has in its old files and does nothing with.
+_WITHOUT_EFFECT = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+
+
+def refuse_settings(arguments: dict[str, Any]) -> None:
+    """Refuse settings of the inner optimizer that were given to the one around it.
+
+    Keras does so since 3.12, and ignored them before.
+
+    Raises:
+        ValueError: if one of them is not at its default.
+    """
+    for name, value in arguments.items():
+        if name in _WITHOUT_EFFECT and value != _WITHOUT_EFFECT[name]:
+            raise ValueError(
+                f"A LossScaleOptimizer has no `{name}` of its own. Received: {name}={value!r}. "
+                f"Set `{name}` on the `inner_optimizer`."
+            )
+
+
+def build_base(optimizer: Any, var_list: Sequence[Variable]) -> None:
+    """Build Keras's LossScaleOptimizer around its inner optimizer, as Keras 3.12 does.
+
+    Before that it built the inner optimizer and itself not: it knew none of the variables, and
+    `stateless_apply` of the base class refused to run. Private: `_trainable_variables`.
+    """
+    BaseLossScaleOptimizer.build(optimizer, var_list)
+    if var_list and not optimizer._trainable_variables:
+        base: Any = super(keras.optimizers.LossScaleOptimizer, optimizer)
+        base.build(var_list)
+
+
 def inner_optimizer_of(optimizer: Any) -> Any:
     """The optimizer inside one that scales the loss, or `optimizer` itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)

@@ -28,6 +28,16 @@ def set_loss_tracker(model: Any, tracker: Any) -> None:
     vars(model)["_loss_tracker"] = tracker  # `setattr` would list it among the metrics twice
 
 
+def note_placements(model: Any) -> None:
+    """Let the loop of `fit` know that the model has other variables than when it began.
+
+    Before Keras 3.12 the loop notes on JAX where each of them lies, and every step goes by that.
+    Private: `_record_training_state_sharding_spec`.
+    """
+    if hasattr(model, "_record_training_state_sharding_spec"):
+        model._record_training_state_sharding_spec()
+
+
 def strategy_scope(model: Any) -> contextlib.AbstractContextManager[Any]:
     """The scope in which the variables of a model are made, where TensorFlow distributes it."""
     strategy = getattr(model, "distribute_strategy", None)

@@ -18,8 +18,7 @@ from typing import Any
 import keras
 
 from kmp import _backend
-from kmp._keras import has_weights
-from kmp._keras.training import check_compiled, loss_tracker, set_loss_tracker, strategy_scope
+from kmp._keras import has_weights, training
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.callbacks.undo import protected_step
 
@@ -70,7 +69,7 @@ def protect(model: Any) -> "Protection":
     >>> bool(np.isfinite(history.history["loss"][0])), int(model.optimizer.skipped_steps)
     (True, 1)
     """
-    check_compiled(model, "protect")
+    training.check_compiled(model, "protect")
     if not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "`protect` is for an optimizer that skips steps. Received: a model compiled with "
@@ -162,8 +161,8 @@ class _Functions:
     """
 
     def __init__(self, model: Any):
-        with strategy_scope(model):
-            self.tracker = LossTracker(loss_tracker(model))
+        with training.strategy_scope(model):
+            self.tracker = LossTracker(training.loss_tracker(model))
         self.train: dict[frozenset, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self.test: Any = None
         self.plain_test: Any = None
@@ -224,7 +223,7 @@ class _Guard:
         if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
             build_optimizer(model)  # the first step may be skipped already
         functions = self._functions
-        current = functions and loss_tracker(model) is functions.tracker
+        current = functions and training.loss_tracker(model) is functions.tracker
         if force or not current or model.train_function is None:  # or compiled anew, or forgotten
             self._step_back()
             self._make(force)
@@ -238,8 +237,9 @@ class _Guard:
         if functions.plain_test is not model.test_function:
             functions.test, functions.plain_test = None, model.test_function
         model.test_function = functions.test
-        self._mean = loss_tracker(model)
-        set_loss_tracker(model, functions.tracker)
+        self._mean = training.loss_tracker(model)
+        training.set_loss_tracker(model, functions.tracker)
+        training.note_placements(model)
         # JAX finds what it has traced by the function, so each gets one of its own.
         self._train_step = model.train_step
 
@@ -267,8 +267,8 @@ class _Guard:
             return
         self._functions = None
         self._put_back("train_step")
-        if loss_tracker(model) is functions.tracker:
-            set_loss_tracker(model, self._mean)
+        if training.loss_tracker(model) is functions.tracker:
+            training.set_loss_tracker(model, self._mean)
             functions.test, model.test_function = model.test_function, functions.plain_test
         if model.train_function is self._chosen:
             model.train_function = self._plain

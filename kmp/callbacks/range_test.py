@@ -71,7 +71,7 @@ def draw(
     Returns:
         A PNG, and its width and height in pixels.
     """
-    from PIL import Image, ImageDraw  # tensorboard depends on it
+    from PIL import Image, ImageDraw  # only here, since it takes time to import
 
     rates, smoothed = np.log10(learning_rates), smooth(losses)
     low, high = smoothed.min(), np.max(smoothed)

@@ -156,7 +156,7 @@ def _chosen(number: Tensor, options: Sequence[Any]) -> Tensor:
 
 def _bin(values: Tensor) -> Tensor:
     """int32[n]: the bin of each value, read from its bits: exact, without a logarithm."""
-    bits = ops.right_shift(ops.view(values, "int32"), _MANTISSA)
+    bits = ops.right_shift(_backend.bitcast(values, "int32"), _MANTISSA)
     exponent = ops.bitwise_and(bits, _EXPONENT_BITS) - _BIAS
     inner = ops.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1
     outer = ops.where(ops.equal(values, 0.0), 0, inner)

@@ -261,7 +261,7 @@ def transfer(values: Sequence[Tensor]) -> list[np.ndarray]:
 
 @_backend.compiled
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    bits = [ops.view(x, "int32") if _is_float(x) else ops.cast(x, "int32") for x in tensors]
+    bits = [_backend.bitcast(x, "int32") if _is_float(x) else ops.cast(x, "int32") for x in tensors]
     return ops.concatenate([ops.reshape(x, (-1,)) for x in bits])
 
 

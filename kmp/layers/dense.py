@@ -102,11 +102,12 @@ class Float32OutputDense(keras.layers.Dense):
         )
 
     def _refuse_quantization(self):
-        if self.quantization_mode is not None or self.quantization_config is not None:
+        config = getattr(self, "quantization_config", None)  # since Keras 3.13
+        if self.quantization_mode is not None or config is not None:
             raise ValueError(
                 "kmp.layers.Float32OutputDense expects a floating-point `dtype` policy, such as "
                 "'mixed_float16', and no `quantization_config`. Received: "
-                f"dtype={self.dtype_policy}, quantization_config={self.quantization_config}. "
+                f"dtype={self.dtype_policy}, quantization_config={config}. "
                 "Use keras.layers.Dense if you want to quantize the layer."
             )
 

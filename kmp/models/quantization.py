@@ -10,7 +10,7 @@ from kmp.models.convert import to_mixed_precision
 from kmp.models.fake_quantization import FakeQuantized, FakeQuantizedDense
 from kmp.models.policies import remember_policies
 from kmp.models.quantizable import not_told_to_train, plan_for
-from kmp.models.quantized import PREPARED, is_unseen, prepare, quantize, undo
+from kmp.models.quantized import PREPARED, is_unseen, prepare, quantize, require_int8, undo
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
 
 
@@ -173,6 +173,7 @@ def to_int8(model: keras.Model) -> ConversionReport:
         TypeError: if `model` is no Keras model.
         ValueError: if it is not prepared, or one of its layers has seen no training batch. Nothing
             is converted then.
+        NotImplementedError: before Keras 3.13, which has no quantizers to choose for its layers.
 
     Example: see `kmp.quantize_aware`.
 
@@ -183,6 +184,7 @@ def to_int8(model: keras.Model) -> ConversionReport:
     >>> print(report.rows[0].after)
     int8_from_float32
     """
+    require_int8("kmp.to_int8")
     layers = _prepared(model, "to_int8")
     unseen = [layer for layer in layers if is_unseen(layer)]
     if unseen:

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp._keras import drop_variable, replace_kernel, take_class, unlocked
+from kmp._keras import drop_variable, replace_kernel, take_class, unlocked, versions
 from kmp.models import fake_quantization as fake
 from kmp.models import int8_convolution as int8
 from kmp.models.fake_quantization import OBSERVER, FakeQuantized
@@ -28,6 +28,19 @@ QUANTIZED: dict[Any, Any] = {
 
 
 _KERAS_QUANTIZES = (keras.layers.Dense, keras.layers.EinsumDense)
+
+
+def require_int8(owner: str) -> None:
+    """Check that Keras has what `quantize` and the loading of its layers need.
+
+    Raises:
+        NotImplementedError: if it is older than that.
+    """
+    versions.require(
+        "quantization_config",
+        owner,
+        "Save the model as it is, and convert and run it with that Keras or a later one.",
+    )
 
 
 def prepare(layer: Any, settings: dict[str, Any]) -> None:
@@ -70,7 +83,7 @@ def _drop_observer(layer: Any) -> None:
             drop_variable(layer, name)
 
 
-def _quantize(layer: Any, config: keras.quantizers.Int8QuantizationConfig) -> None:
+def _quantize(layer: Any, config: Any) -> None:
     layer.dtype_policy = keras.DTypePolicy("float32")
     with unlocked(layer):
         if type(layer) in _KERAS_QUANTIZES:
@@ -79,7 +92,7 @@ def _quantize(layer: Any, config: keras.quantizers.Int8QuantizationConfig) -> No
             _quantize_convolution(layer, config)
 
 
-def _quantize_convolution(layer: Any, config: keras.quantizers.Int8QuantizationConfig) -> None:
+def _quantize_convolution(layer: Any, config: Any) -> None:
     shape = layer.kernel.shape
     kernel, scale = config.weight_quantizer(layer.kernel, to_numpy=True)
     layer.quantization_config = config
@@ -106,6 +119,7 @@ def quantize_like(layer: Any, quantization: dict[str, Any]) -> None:
     if "settings" in quantization:
         prepare(layer, quantization["settings"])
         return
+    require_int8("Loading a model that kmp.to_int8 has made")
     if type(layer) not in _KERAS_QUANTIZES:
         take_class(layer, QUANTIZED[PREPARED[type(layer)]])
     _quantize(layer, keras.saving.deserialize_keras_object(quantization["config"]))

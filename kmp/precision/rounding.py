@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from keras import ops
 
+from kmp import _backend
 from kmp._backend.types import Tensor
 
 _SIGN, _MAGNITUDE = -(2**31), 2**31 - 1
@@ -42,14 +43,14 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
     Source: Zamirai et al. 2020, *Revisiting BFloat16 Training*, section 4.
     """
-    as_bits = ops.view(x, "int32")
+    as_bits = _backend.bitcast(ops.convert_to_tensor(x), "int32")
     magnitude = ops.bitwise_and(as_bits, _int32(_MAGNITUDE))
     noise = ops.bitwise_and(bits, _int32(_LOWER_HALF))
     moved = ops.minimum(magnitude + noise, _int32(_LARGEST))
     sign = ops.bitwise_and(as_bits, _int32(_SIGN))
     rounded = ops.bitwise_or(ops.bitwise_and(moved, _int32(_UPPER_HALF)), sign)
     finite = ops.less_equal(magnitude, _int32(_LARGEST))
-    return ops.cast(ops.where(finite, ops.view(rounded, "float32"), x), "bfloat16")
+    return ops.cast(ops.where(finite, _backend.bitcast(rounded, "float32"), x), "bfloat16")
 
 
 def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) -> Tensor:
@@ -72,9 +73,12 @@ def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) ->
     Source: Salmon et al. 2011, *Parallel Random Numbers: As Easy as 1, 2, 3* (counters in place of
     a state); the hash is the finalizer of Appleby's MurmurHash3, applied twice.
     """
-    key = _mixed(ops.cast(seed, "int32") + _int32(place * _GOLDEN))
-    key = _mixed(key + ops.cast(step, "int32"))
-    return _mixed(ops.bitwise_xor(_mixed(_indices(shape) + key), _mixed(key + _int32(_GOLDEN))))
+    # Scalars of the step, the same for all places: XLA computes them once for all variables.
+    key = _mixed(_mixed(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
+    other = _mixed(key + _int32(_GOLDEN))
+    inner, outer = (_int32(_mixed_int(_GOLDEN * (2 * place + i))) for i in (1, 2))
+    mixed = _mixed(_indices(shape) + ops.bitwise_xor(key, inner))
+    return _mixed(ops.bitwise_xor(mixed, other + outer))
 
 
 def _indices(shape: Sequence[int]) -> Tensor:
@@ -94,6 +98,14 @@ def _mixed(x: Tensor) -> Tensor:
     x = ops.bitwise_xor(x, _shifted(x, 16)) * _int32(0x85EBCA6B)
     x = ops.bitwise_xor(x, _shifted(x, 13)) * _int32(0xC2B2AE35)
     return ops.bitwise_xor(x, _shifted(x, 16))
+
+
+def _mixed_int(x: int) -> int:
+    """`_mixed` of a Python number."""
+    x %= 2**32
+    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+    return x ^ x >> 16
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:

@@ -10,8 +10,10 @@ from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._keras.optimizer import (
     BaseLossScaleOptimizer,
     accumulators_of,
+    build_base,
     own_the_averages,
     own_variables_of,
+    refuse_settings,
     stateless_apply_of_base,
     steps_of,
 )
@@ -80,6 +82,10 @@ class WrapsInner(BaseLossScaleOptimizer):
     half_memory: HalfMemory
     rounding_seed: Variable | None = None
 
+    def __init__(self, inner_optimizer: Any, initial_scale: float, **kwargs: Any):
+        refuse_settings(kwargs)
+        super().__init__(inner_optimizer, initial_scale, **kwargs)
+
     @property
     def steps(self) -> Variable:
         """Training steps so far, skipped ones included; `iterations` counts the applied ones."""
@@ -102,7 +108,7 @@ class WrapsInner(BaseLossScaleOptimizer):
         )
         self.builds_base = True
         try:
-            super().build(var_list)
+            build_base(self, var_list)
         finally:
             self.builds_base = False
 

@@ -42,8 +42,6 @@ def after_steps(strategy, make, graph, **memory):
 @pytest.mark.parametrize("memory", [{}, {"master_weights": True, "slot_dtype": "float32"}], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replicas_agree_with_each_other_and_with_one(name, memory, merge, graph):
-    if not merge and name != "adamw":
-        pytest.skip("Keras branches inside a replica, which such a strategy refuses")
     (alone,) = after_steps(mirrored(1), OPTIMIZERS[name], graph, **memory)
     strategy = mirrored(2)
     with contextlib.nullcontext() if merge else no_merge_call(strategy):

@@ -73,6 +73,7 @@ def run(rows, log_dir):
         "rolled_back": rolled_back(rows),
         "swept": swept(rows),
         "resumed": resumed(rows),
+        "rounded": rounded(rows),
     }
 
 
@@ -139,6 +140,15 @@ def resumed(rows):
     same = equal(saved, state(model))
     found = fit(model, rows, batches(2), [kmp.callbacks.GradientHealth(log_dir="own_logs")])
     return {**found, **state(model), "same": same}
+
+
+def rounded(rows):
+    """One step with weights and slots in bfloat16, whose exact results lie between two of these."""
+    keras.config.set_dtype_policy("bfloat16")
+    model = make_model(learning_rate=BATCH * (1 + 2.0**-9))
+    keras.config.set_dtype_policy("float32")
+    found = fit(model, rows, batches(1), [kmp.callbacks.GradientHealth()])
+    return {**found, **state(model)}
 
 
 def make_model(learning_rate=float(BATCH), loss=None):

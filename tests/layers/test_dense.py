@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from older import of_keras, since_keras
 from oracle import few
 
 from kmp.layers import Float32OutputDense
@@ -132,6 +133,7 @@ def test_symbolic_output_is_float32(policy, shape):
     assert tuple(y.shape) == (*x.shape[:-1], 2)
 
 
+@since_keras("3.14.0", "a cast of the inputs loses their mask on TensorFlow and JAX")
 def test_mask_passes_through():
     x = keras.layers.Masking()(ops.convert_to_tensor([[[1.0], [0.0]]]))
     y = Float32OutputDense(2, dtype="mixed_bfloat16")(x)
@@ -179,7 +181,8 @@ def test_lora(policy, pull_back):
     y, gradients = pull_back(layer, x, np.ones((3, 4)))
     kernel = integers(6, 4) + integers(6, 2) @ integers(2, 4)
     np.testing.assert_array_equal(y, integers(3, 6) @ kernel)
-    assert [g.dtype for g in gradients[1:]] == ["float32"] * 3  # bias, a, b
+    lora = [layer.lora_kernel_a.dtype, layer.lora_kernel_b.dtype]  # float32 in newer Keras
+    assert [g.dtype for g in gradients[1:]] == ["float32", *lora]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -206,15 +209,15 @@ def test_takes_the_weights_of_dense():
 
 
 @pytest.mark.parametrize(
-    "kwargs",
+    "name, value",
     [
-        {"dtype": "int8_from_mixed_bfloat16"},
-        {"dtype": "float8_from_float32"},
-        {"quantization_config": keras.quantizers.Int8QuantizationConfig()},
+        ("dtype", lambda: "int8_from_mixed_bfloat16"),
+        ("dtype", lambda: "float8_from_float32"),
+        ("quantization_config", of_keras("quantizers.Int8QuantizationConfig")),
     ],
-    ids=lambda kwargs: next(iter(kwargs)),
 )
-def test_refuses_quantized_policies(kwargs):
+def test_refuses_quantized_policies(name, value):
+    kwargs = {name: value()}
     with pytest.raises(ValueError, match=r"Received: dtype=.*Use keras\.layers\.Dense"):
         Float32OutputDense(3, **kwargs)
 

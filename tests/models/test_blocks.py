@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from blocks import KINDS, functional
 from keras import layers
+from older import needs
 from oracle import BACKEND
 from processes import environment, run_all
 
@@ -164,6 +165,7 @@ def test_quantized_blocks_come_back(tmp_path, kind):
         check_same(made, model, x)
 
 
+@needs("quantization_config")
 @pytest.mark.parametrize("kind", ["residual", "nested", "model_inside"])
 def test_int8_blocks_come_back(tmp_path, kind):
     model, x = prepared(kind)

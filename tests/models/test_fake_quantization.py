@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from older import needs
 from quantized_models import fit, one_dense, value, values
 
 import kmp
@@ -30,6 +31,7 @@ LAYERS = {
 SUMMED = {"heads": (0,), "joined": (0, 1), "apart": (1,)}  # axes of the kernel, of EinsumDense
 
 
+@needs("quantization_config")
 @pytest.mark.parametrize("name", LAYERS)
 def test_training_and_int8_both_give_what_rounding_by_hand_gives(name):
     """The oracle is Keras's plain layer on kernel and inputs that NumPy has rounded."""
@@ -65,6 +67,7 @@ def test_training_and_int8_both_give_what_rounding_by_hand_gives(name):
     assert [row.after for row in report.rows] == ["int8_from_float32"]
 
 
+@needs("quantization_config")
 @pytest.mark.parametrize("kind", ["dense", "heads", "conv2"])
 def test_the_kernel_in_training_has_the_integers_of_the_int8_one(kind):
     make, shape = LAYERS[kind]

@@ -121,7 +121,9 @@ def test_half_weights(optimizer):
     assert "4 variables are in bfloat16" in finding.problem
 
 
-@pytest.mark.parametrize("memory", [{}, {"master_weights": True}, {"slot_dtype": "float32"}])
+@pytest.mark.parametrize(
+    "memory", few([{}, {"master_weights": True}, {"slot_dtype": "float32"}], {})
+)
 def test_half_weights_that_kmp_updates_in_float32(memory):
     keras.config.set_dtype_policy("bfloat16")
     model = model_of(layers.Dense(8), loss="mse", optimizer=kmp.scaled("adam", "none", **memory))

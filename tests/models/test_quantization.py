@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from older import needs
 from quantized_models import (
     IMAGES,
     TARGETS,
@@ -24,6 +25,7 @@ from kmp.models.fake_quantization import FakeQuantized
 from kmp.models.range_quantizer import RangeQuantizer
 
 
+@needs("quantization_config")
 def test_the_projections_of_attention_are_quantized():
     inputs = keras.Input((4, 8))
     attention = layers.MultiHeadAttention(2, 4, name="attention")
@@ -56,6 +58,7 @@ def test_keras_still_takes_no_ellipsis_in_int8():
         model.layers[0].quantize("int8")
 
 
+@needs("quantization_config")
 def test_int8_dense_layers_are_keras_own():
     model, layer = one_dense()
     fit(model, [1.0, 2.0, 3.0])
@@ -128,6 +131,7 @@ def test_models_that_cannot_be_prepared_are_refused():
     refuses(quiet, "Layers must be told that they train")
 
 
+@needs("quantization_config")
 def test_to_int8_refuses_what_has_learned_no_range():
     model, layer = one_dense()
     with pytest.raises(ValueError, match="have seen no training batch"):
@@ -138,6 +142,7 @@ def test_to_int8_refuses_what_has_learned_no_range():
             function(functional())
 
 
+@needs("quantization_config")
 def test_to_int8_says_what_to_do_about_frozen_layers():
     """A frozen layer learns no range, and advice to train would not help."""
     model = keras.Sequential(

@@ -9,6 +9,7 @@ import numpy as np
 import processes
 import pytest
 from conftest import BACKEND
+from older import needs
 from quantized_models import (
     IMAGES,
     MODELS,
@@ -20,6 +21,8 @@ from quantized_models import (
 )
 
 import kmp
+
+pytestmark = needs("quantization_config")
 
 
 @pytest.fixture(scope="module")

@@ -99,8 +99,11 @@ def murmur3(x):
 
 def hashed(index, seed, step, place):
     """`random_bits` of one element, in Python's integers."""
-    key = murmur3((murmur3((seed + place * 0x9E3779B9) % 2**32) + step) % 2**32)
-    return murmur3(murmur3((index + key) % 2**32) ^ murmur3((key + 0x9E3779B9) % 2**32))
+    golden = 0x9E3779B9
+    key = murmur3((murmur3(seed) + step) % 2**32)
+    inner, outer = (murmur3((2 * place + i) * golden % 2**32) for i in (1, 2))
+    mixed = murmur3((index + (key ^ inner)) % 2**32)
+    return murmur3(mixed ^ (murmur3((key + golden) % 2**32) + outer) % 2**32)
 
 
 EXPECTED = np.array([hashed(i, 3, 5, 7) for i in range(4)], "uint32").reshape(2, 2)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from conftest import BACKEND
 from keras import ops
+from older import of_keras
 from oracle import MODES, Run, assert_close, assert_same, few, random_gradients
 
 import kmp
@@ -163,7 +164,7 @@ ACCUMULATING = {
     "nadam": (k.Nadam, {}),
     "rmsprop": (k.RMSprop, {"momentum": 0.9, "centered": True, "clipvalue": 0.25}),
     "muon": (k.Muon, {}),
-    "schedule_free": (k.ScheduleFreeAdamW, {}),
+    "schedule_free": (of_keras("optimizers.ScheduleFreeAdamW"), {}),
 }
 
 

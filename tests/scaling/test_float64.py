@@ -17,7 +17,9 @@ def float64():
         return
     import jax
 
-    with jax.enable_x64(True):
+    # Its name since JAX 0.8.
+    enable_x64 = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
+    with enable_x64(True):
         yield
 
 

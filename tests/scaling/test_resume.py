@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import older
 import pytest
 import training_run
 from processes import TESTS, environment, run_all
@@ -64,7 +65,9 @@ def test_killed_while_writing_the_backup(interrupted, tmp_path):
     assert_same(np.load(interrupted / "whole.npz"), np.load(directory / "restarted.npz"))
 
 
-@pytest.mark.parametrize("writer", OTHERS)
+@pytest.mark.parametrize(
+    "writer", [pytest.param(each, marks=older.installed(each)) for each in OTHERS]
+)
 def test_written_on_another_backend(tmp_path, writer):
     """Same state, rule and settings; and it trains on."""
     run(tmp_path, "one_epoch", backend=writer)

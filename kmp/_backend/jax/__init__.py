@@ -22,6 +22,7 @@ from kmp._backend.jax.core import (
     SEES_LOSS,
     after,
     around_train_step,
+    bitcast,
     compiled,
     compute_if,
     custom_gradient,

@@ -17,6 +17,7 @@ from kmp._backend.tensorflow.core import (
     all_reduce_sum,
     are_dense,
     around_train_step,
+    bitcast,
     compute_if,
     dense,
     device,

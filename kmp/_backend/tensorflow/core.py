@@ -39,6 +39,10 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
     return product
 
 
+def bitcast(x: Tensor, dtype: str) -> Tensor:
+    return tf.bitcast(x, dtype)
+
+
 def all_reduce_sum(x: Tensor) -> Tensor:
     replica = tf.distribute.get_replica_context()
     return x if replica is None else replica.all_reduce(tf.distribute.ReduceOp.SUM, x)

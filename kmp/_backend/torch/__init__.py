@@ -31,6 +31,7 @@ from kmp._backend.default import (
 )
 from kmp._backend.torch.core import (
     are_finite,
+    bitcast,
     compute_if,
     custom_gradient,
     device,

@@ -20,6 +20,10 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
     return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
 
 
+def bitcast(x: Tensor, dtype: str) -> Tensor:
+    return x.view(getattr(torch, dtype))
+
+
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
     # On GPUs in a kernel for many.
     wide = (default.at_least_float32(x) for x in gradients)
