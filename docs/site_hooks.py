@@ -54,8 +54,8 @@ def linked_sources() -> set[str]:
 
 
 def source_page(path: str) -> str:
-    """A Python file as a page, which the search leaves out if it is a test."""
-    front = "---\nsearch:\n  exclude: true\n---\n" if path.startswith("tests/") else ""
+    """A Python file as a page. The search leaves it out: the page of examples describes them."""
+    front = "---\nsearch:\n  exclude: true\n---\n"
     return f"{front}# {path}\n\n````python\n{(ROOT / path).read_text()}````\n"
 
 
