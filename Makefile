@@ -11,7 +11,8 @@ OLDEST = $(CORE) tests/layers tests/callbacks tests/models/test_convert.py tests
   tests/saved_files tests/scaling/test_checkpoint.py tests/scaling/test_optimizer.py \
   tests/scaling/test_resume.py
 
-.PHONY: quickstart test test-all test-oldest test-pre dist-check lint programs compiled-counts clean
+.PHONY: quickstart test test-all test-oldest test-pre dist-check lint site notebooks programs \
+  compiled-counts clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
@@ -74,6 +75,23 @@ $(VENV)-programs/stamp: setup.cfg pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[tensorflow,jax,programs,test]'
 	@touch $@
 
+# The site, in build/site. A warning, or a link that leads nowhere, is an error.
+site: $(VENV)-site/stamp
+	NO_MKDOCS_2_WARNING=1 $(VENV)-site/bin/mkdocs build --quiet --strict
+	@echo "Look at it: $(PYTHON) -m http.server --directory build/site"
+
+$(VENV)-site/stamp: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-site
+	$(VENV)-site/bin/pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+# Run the notebooks, and store what they print and draw in them.
+notebooks: $(VENV)/test.stamp
+	KERAS_BACKEND=tensorflow $(BIN)/python -m nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.record_timing=False \
+	  --ExecutePreprocessor.extra_arguments=--IPKernelApp.capture_fd_output=False notebooks/*.ipynb
+
 # What the compiled step runs and moves on a TPU and on an H100, counted without either.
 compiled-counts: $(VENV)/test.stamp $(VENV)-h100/stamp
 	$(BIN)/python benchmarks/compiled_counts.py --target tpu
@@ -97,4 +115,5 @@ $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-h100 $(VENV)-oldest $(VENV)-pre $(VENV)-dist $(VENV)-programs build dist *.egg-info logs
+	rm -rf $(VENV) $(VENV)-h100 $(VENV)-oldest $(VENV)-pre $(VENV)-dist $(VENV)-programs \
+	  $(VENV)-site build dist *.egg-info logs

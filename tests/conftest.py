@@ -46,6 +46,7 @@ ABOUT_NO_BACKEND = {
     "test_equivalence.py",
     "test_float_formats.py",
     "test_ledger.py",
+    "test_notebooks.py",
     "test_printing.py",
     "test_house.py",
     "test_spike_detector.py",

@@ -13,13 +13,14 @@ import pytest
 
 import kmp
 import kmp.__main__
+import kmp.models
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [
         *sorted(ROOT.glob("*.md")),
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "examples" / "README.md",
     ]
 }
@@ -44,9 +45,7 @@ def with_blocks(language, *kept):
 @pytest.mark.parametrize("name", PAGES)
 def test_blocks_are_of_a_kind_that_is_tested(name):
     """What a page prints or states as a rule stands in blocks without a language."""
-    kinds = {language for language, _ in blocks(PAGES[name])}
-    # The examples of the reference are those of the docstrings, which test_docstrings.py runs.
-    assert kinds <= ({"", "pycon"} if name == "docs/api.md" else {"", "python", "bash", "diff"})
+    assert {language for language, _ in blocks(PAGES[name])} <= {"", "python", "bash", "diff"}
 
 
 @pytest.mark.filterwarnings("ignore:Step 1. gradient overflow")  # the scale is being found
@@ -156,20 +155,41 @@ def test_names_exist(name):
             value = getattr(value, part)
 
 
-def generator():
-    spec = importlib.util.spec_from_file_location("generate_api", ROOT / "docs" / "generate_api.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# The site: mkdocs.yml says which pages it has, and docs/reference/ which docstrings
 
 
-def test_the_reference_is_that_of_the_docstrings():
-    assert PAGES["docs/api.md"] == generator().page(), "run: python docs/generate_api.py"
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^ +- .*?: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {name.removeprefix("docs/") for name in PAGES if name.startswith("docs/")}
+    pages |= {f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert sorted(pages - set(listed)) == [], "write them into nav in mkdocs.yml"
+    assert len(listed) == len(set(listed))
 
 
-def test_the_reference_has_everything_public():
-    headings = set(re.findall(r"^### `(.+)`$", PAGES["docs/api.md"], re.MULTILINE))
-    for module in (kmp, kmp.layers, kmp.callbacks, kmp.debug):
-        for name in module.__all__:
-            inside = inspect.ismodule(getattr(module, name)) or name == "__version__"
-            assert inside or f"{module.__name__}.{name}" in headings
+def value_of(dotted):
+    module, _, name = dotted.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def test_the_reference_has_everything_public_once():
+    """Docstrings are all of the reference, so a name that a page lists is documented."""
+    text = "\n".join(text for name, text in PAGES.items() if name.startswith("docs/reference/"))
+    listed = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    public = {
+        f"{module.__name__}.{name}"
+        for module in (kmp, kmp.layers, kmp.callbacks, kmp.debug, kmp.models)
+        for name in module.__all__
+        if not inspect.ismodule(getattr(module, name))
+    }
+    documented = [id(value_of(dotted)) for dotted in listed]
+    assert len(set(documented)) == len(documented), "a name stands there twice"
+    assert {name for name in public if id(value_of(name)) not in documented} == set()
+    assert all(inspect.getdoc(value_of(dotted)) for dotted in listed)
+
+
+@pytest.mark.parametrize("command", ["bench", "certify"])
+def test_the_reference_has_each_option(command):
+    page = PAGES["docs/reference/command_line.md"]
+    section = re.search(rf"^## kmp {command}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
+    options = set(re.findall(r"^ +(?:-h, )?(--[\w-]+)", printed_help(command), re.MULTILINE))
+    assert set(re.findall(r"`(--[\w-]+)`", section)) == options - {"--help"}
