@@ -47,8 +47,9 @@ def parse_policy(text: str) -> tuple[Policy, dict[str, Any]]:
 
     Example:
 
-    >>> parse_policy("bfloat16,rounding=nearest")
-    (<Policy "bfloat16">, {'rounding': 'nearest'})
+    >>> policy, settings = parse_policy("bfloat16,rounding=nearest")
+    >>> str(policy), settings["rounding"]
+    ('bfloat16', 'nearest')
     """
     parts = text.split(",")
     pairs = [part.split("=") for part in parts if part.startswith(_SETTINGS)]
