@@ -43,9 +43,10 @@ def after_steps(strategy, make, graph, **memory):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replicas_agree_with_each_other_and_with_one(name, memory, merge, graph):
     (alone,) = after_steps(mirrored(1), OPTIMIZERS[name], graph, **memory)
-    strategy = mirrored(2)
-    with contextlib.nullcontext() if merge else no_merge_call(strategy):
-        both = after_steps(strategy, OPTIMIZERS[name], graph, **memory)
-    for replica in both:
-        for (path, a), b in zip(alone.items(), replica.values(), strict=True):
-            np.testing.assert_array_equal(a.astype("float64"), b.astype("float64"), err_msg=path)
+    for replicas in (2, 4):
+        strategy = mirrored(replicas)
+        with contextlib.nullcontext() if merge else no_merge_call(strategy):
+            found = after_steps(strategy, OPTIMIZERS[name], graph, **memory)
+        for replica in found:
+            for (path, a), b in zip(alone.items(), replica.values(), strict=True):
+                np.testing.assert_array_equal(*(x.astype("float64") for x in (a, b)), path)

@@ -12,11 +12,16 @@ OTHERS = sorted({"tensorflow", "jax", "torch"} - {BACKEND})
 TIMEOUT = 50  # seconds
 
 
+# The second keeps weights and slots in bfloat16, and overflows where the first does.
+POLICIES = ["mixed_float16", "p=bf16,c=f16"]
+
+
 def run(directory, *names, backend=BACKEND, codes=None):
     """Run parts of training_run.py side by side, each in a new process."""
     directory.mkdir(exist_ok=True)
+    policy = POLICIES["bfloat16" in directory.name]
     commands = [[TESTS / "scaling" / "training_run.py", directory, name] for name in names]
-    environments = [environment(KERAS_BACKEND=backend)] * len(names)
+    environments = [environment(KERAS_BACKEND=backend, RUN_POLICY=policy)] * len(names)
     run_all(commands, environments, directory, TIMEOUT, codes)
 
 
@@ -26,10 +31,10 @@ def assert_same(expected, received):
         np.testing.assert_array_equal(y, x, err_msg=name)
 
 
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
+@pytest.fixture(scope="module", params=["float16", "bfloat16"])
+def interrupted(tmp_path_factory, request):
     """Where one run went to its end and another was killed in the third of four epochs."""
-    directory = tmp_path_factory.mktemp("interrupted")
+    directory = tmp_path_factory.mktemp(f"interrupted_{request.param}")
     run(directory, "whole", "killed", codes=[0, -9])
     return directory
 

@@ -6,7 +6,8 @@
     python training_run.py DIRECTORY continued   load what "whole" saved, do the remaining batches
     python training_run.py DIRECTORY one_epoch   train one epoch and save
 
-All but the one that is killed write their whole state to DIRECTORY/<name>.npz at the end.
+RUN_POLICY in the environment is the policy of the layers. All but the one that is killed write
+their whole state to DIRECTORY/<name>.npz at the end.
 """
 
 import os
@@ -35,12 +36,13 @@ def data():
 
 def make_model():
     keras.utils.set_random_seed(5)
+    policy = kmp.Policy(os.environ.get("RUN_POLICY", "mixed_float16"))
     model = keras.Sequential(
         [
             keras.Input((6,)),
-            keras.layers.Dense(8, activation="relu", dtype="mixed_float16"),
-            kmp.layers.Float32BatchNormalization(dtype="mixed_float16"),
-            kmp.layers.Float32OutputDense(1, dtype="mixed_float16"),
+            keras.layers.Dense(8, activation="relu", dtype=policy),
+            kmp.layers.Float32BatchNormalization(dtype=policy),
+            kmp.layers.Float32OutputDense(1, dtype=policy),
         ]
     )
     rule = kmp.DynamicLossScale(
@@ -53,7 +55,9 @@ def make_model():
 def whole_state(model):
     """Every number that training depends on, by place and path."""
     variables = model.variables + model.optimizer.variables
-    return {f"{i} {v.path}": ops.convert_to_numpy(v) for i, v in enumerate(variables)}
+    wide = [ops.cast(v, "float32") if v.dtype == "bfloat16" else v for v in variables]
+    pairs = enumerate(zip(variables, map(ops.convert_to_numpy, wide), strict=True))
+    return {f"{i} {v.path}": x for i, (v, x) in pairs}
 
 
 class AtBatch(keras.callbacks.Callback):
