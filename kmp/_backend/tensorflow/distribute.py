@@ -167,7 +167,10 @@ def _update(
     if overwrites is not None:
 
         def overwrite_variables():
+            # As Keras does: before the step is counted, by whose number bfloat16 is rounded.
+            inner._iterations.assign_sub(1)
             inner._overwrite_model_variables_with_average_value(inner._trainable_variables)
+            inner._iterations.assign_add(1)
             return overwrites
 
         tf.cond(overwrites, overwrite_variables, lambda: overwrites)
