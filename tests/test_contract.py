@@ -484,7 +484,8 @@ def test_pure_float16_trains(mode):
     x = np.random.default_rng(0).normal(size=(64, 2)).astype("float32")
     y = x @ np.float32([[1.0], [-1.0]])
     optimizer = kmp.scaled("sgd", learning_rate=0.125)
-    model = fit(optimizer, mode, lambda: [keras.layers.Dense(1)], x, y, epochs=8)
+    with pytest.warns(kmp.PrecisionWarning, match="Weights in float16 are rounded to nearest"):
+        model = fit(optimizer, mode, lambda: [keras.layers.Dense(1)], x, y, epochs=8)
     assert model.trainable_variables[0].dtype == "float16"
     assert optimizer.dynamic_scale.dtype == "float32"
     kernel = ops.convert_to_numpy(model.trainable_variables[0])
@@ -493,6 +494,7 @@ def test_pure_float16_trains(mode):
     assert number(optimizer.steps) == 128
 
 
+@pytest.mark.filterwarnings("ignore:Weights in float16")
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16"])
 def test_float16_without_loss_scaling_is_never_silent(policy):
     keras.config.set_dtype_policy(policy)

@@ -55,6 +55,7 @@ def test_epsilon_of_a_layer(epsilon, found):
     assert not found or "epsilon=1e-08 is below 5.96e-08" in findings[0].problem
 
 
+@pytest.mark.filterwarnings("ignore:Weights in float16")
 def test_epsilon_of_an_optimizer_of_half_weights():
     keras.config.set_dtype_policy("float16")
     adam = kmp.scaled("adam", epsilon=1e-9)

@@ -142,6 +142,7 @@ def test_half_weights_of_an_optimizer_that_was_built_before():
     assert "half weights" in kinds_of(model)
 
 
+@pytest.mark.filterwarnings("ignore:Weights in float16")
 @pytest.mark.parametrize("policy", few(["bfloat16", "float16"], "bfloat16"))
 @pytest.mark.parametrize("kind", few(["Lion", "Adam", "Adamax"], "Adam"))
 def test_half_weights_whose_steps_are_rounded_away(kind, policy):

@@ -201,6 +201,7 @@ def test_a_skipped_step_moves_and_draws_nothing(mode):
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:Weights in float16")
 @pytest.mark.parametrize(
     ("dtype", "slot_dtype", "expected"),
     [
