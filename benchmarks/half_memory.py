@@ -1,7 +1,7 @@
 """Train with bfloat16 weights and slots under several optimizers, and write docs/half_memory.md.
 
     KERAS_BACKEND=jax python benchmarks/half_memory.py optimizers     also tensorflow, torch
-    KERAS_BACKEND=jax python benchmarks/half_memory.py transformer    twenty minutes on two CPU cores
+    KERAS_BACKEND=jax python benchmarks/half_memory.py transformer    twenty minutes on a CPU
 
 Both use the test of `python -m kmp certify`. Each run keeps its result in build/half_memory, and
 writes the page anew from all that is there.

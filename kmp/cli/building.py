@@ -43,7 +43,7 @@ def parse_policy(text: str) -> tuple[Policy, dict[str, Any]]:
     """A policy and how `kmp.scaled` shall update under it, as in `"bfloat16,slot_dtype=float32"`.
 
     Raises:
-        ValueError: `text` begins with no policy.
+        ValueError: it names no policy, or a setting that `kmp.scaled` does not take.
 
     Example:
 
@@ -64,9 +64,9 @@ def parse_policy(text: str) -> tuple[Policy, dict[str, Any]]:
 def build_under(build: Callable[[], tuple], policy: str, seed: int) -> tuple:
     """Call `build` and put its model under a policy, with the weights that `seed` gives in float32.
 
-    `kmp.to_mixed_precision` converts to the policy, and scales the loss under float16. To one with
-    float16 parameters nothing is converted: the model is built again, its weights are rounded, and
-    Keras trains it as it does.
+    `kmp.to_mixed_precision` converts to the policy, and scales the loss under float16. Under one
+    with float16 parameters, without settings, the model is built again instead, with its weights
+    rounded, and Keras trains it.
 
     Args:
         build: takes nothing and returns a tuple, a compiled model first. The global dtype policy
@@ -79,7 +79,7 @@ def build_under(build: Callable[[], tuple], policy: str, seed: int) -> tuple:
     """
     parsed, settings = parse_policy(policy)
     before = keras.config.dtype_policy()
-    by_keras = parsed.param_dtype == "float16"
+    by_keras = parsed.param_dtype == "float16" and not settings
     try:
         model, *rest = _build(build, Policy("float32"), seed)
         if by_keras:

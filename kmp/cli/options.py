@@ -72,8 +72,8 @@ def _add_bench_options(command: argparse.ArgumentParser) -> None:
 
 def _add_certify_options(command: argparse.ArgumentParser) -> None:
     command.epilog = (
-        "Exit status: 0 if every policy with float32 parameters is equivalent to float32; 1 if one "
-        "is not; 2 for wrong input; 130 after Ctrl-C."
+        "Exit status: 0 if every policy with float32 or bfloat16 parameters is equivalent to "
+        "float32; 1 if one is not; 2 for wrong input; 130 after Ctrl-C."
     )
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument(

@@ -33,7 +33,7 @@ def to_mixed_precision(
     policy: Any = None,
     filter_fn: Callable[[keras.Layer, str], bool] | None = None,
 ) -> ConversionReport:
-    """Let the layers of a built model compute in half precision, and keep their weights in it too.
+    """Convert a built model to another precision: what it computes in, and what its weights are in.
 
     The model is converted in place, including wrapped layers, RNN cells and nested models. Under a
     policy such as `"mixed_bfloat16"` the weights stay in float32; under `"bfloat16"` they become

@@ -1,7 +1,6 @@
 """The optimizers of a model, and whether they scale the loss."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -93,25 +92,26 @@ class Rebuilding:
     def __init__(self, model: Any, policy: Policy):
         self._model, self._policy = model, policy
         self._optimizers = optimizers_of(model)
-        self._makers = {
-            name: _carry(x, policy, name == "optimizer") if x.built else None
-            for name, x in self._optimizers.items()
+        built = {name: x for name, x in self._optimizers.items() if x.built}
+        # On TensorFlow a variable is another one, to its optimizer, once its dtype has changed.
+        self._excluded = {
+            name: [excluded_from_weight_decay(each) for each in _with_parts(x)]
+            for name, x in built.items()
         }
         self.exact: dict[int, Tensor] = {}
-        for each in self._optimizers.values():
-            self.exact |= _exact_weights(each)
+        for optimizer in built.values():
+            self.exact |= _exact_weights(optimizer)
 
     def __call__(self) -> str:
         """Give the model its new optimizers; say what was done."""
         said = []
         for name, optimizer in self._optimizers.items():
             kind = type(inner_optimizer_of(optimizer)).__name__
-            make = self._makers[name]
-            if make:
-                new = make(self.exact)
+            new = self._like(name, optimizer)
+            if optimizer.built:
+                new.build(trainable_variables_of(inner_optimizer_of(optimizer)))
+                _copy_state(optimizer, new, self.exact)
                 said.append(f"{kind} was built anew for the dtypes of the weights, with its state.")
-            else:
-                new = _wrapped(optimizer, self._policy, name == "optimizer")
             if isinstance(new, LossScaleOptimizer) > isinstance(optimizer, LossScaleOptimizer):
                 said.append(f"{kind} was wrapped in kmp.LossScaleOptimizer: updates in float32.")
             if name == "optimizer":
@@ -120,21 +120,34 @@ class Rebuilding:
                 setattr(self._model, name, new)
         return "\n".join(said)
 
+    def _like(self, name: str, optimizer: Any) -> Any:
+        """An optimizer like the given one, not built, and in kmp's if half weights need that."""
+        inner, by_kmp = inner_optimizer_of(optimizer), isinstance(optimizer, LossScaleOptimizer)
+        half = self._policy.param_dtype in HALF_DTYPES
+        if not optimizer.built and (by_kmp or not half):
+            return optimizer
+        if optimizer.built:
+            inner = type(inner).from_config(inner.get_config())
+            for each, which in zip(_with_parts(inner), self._excluded[name], strict=True):
+                each.exclude_from_weight_decay(**which)
+        if by_kmp:
+            return _with_inner(optimizer, inner)
+        if not half:
+            return inner
+        # Nobody else is known to scale the loss of an optimizer that `compile` was not given.
+        scales = name == "optimizer" and self._policy.compute_dtype == "float16"
+        return LossScaleOptimizer(inner, loss_scale="dynamic" if scales else "none")
 
-def _wrapped(optimizer: Any, policy: Policy, is_compiled: bool) -> Any:
-    """An optimizer that is not built, in kmp's if the policy has parameters in half precision."""
-    if isinstance(optimizer, LossScaleOptimizer) or policy.param_dtype not in HALF_DTYPES:
-        return optimizer
-    scales = is_compiled and policy.compute_dtype == "float16"  # else nobody may scale the loss
-    return LossScaleOptimizer(
-        inner_optimizer_of(optimizer), loss_scale="dynamic" if scales else "none"
-    )
+
+def _with_parts(optimizer: Any) -> list[Any]:
+    """The bare optimizer, and those in it if it is a `keras.optimizers.MultiOptimizer`."""
+    inner = inner_optimizer_of(optimizer)
+    return [inner, *getattr(inner, "optimizers", ())]
 
 
 def _exact_weights(optimizer: Any) -> dict[int, Tensor]:
     """float32 values of the weights that a built optimizer has masters of, or will have."""
-    has_masters = isinstance(optimizer, LossScaleOptimizer) and optimizer.half_memory.master_weights
-    if not (has_masters and optimizer.built):
+    if not (isinstance(optimizer, LossScaleOptimizer) and optimizer.half_memory.master_weights):
         return {}
     inner = optimizer.inner_optimizer
     weights = trainable_variables_of(inner)
@@ -142,34 +155,9 @@ def _exact_weights(optimizer: Any) -> dict[int, Tensor]:
     return copies | exact_weights(inner)
 
 
-def _carry(optimizer: Any, policy: Policy, is_compiled: bool) -> Callable[[dict], Any]:
-    """Note what a built optimizer is; the result builds one like it, for retyped weights."""
-    inner = inner_optimizer_of(optimizer)
-    variables = trainable_variables_of(inner)
-    excluded = [excluded_from_weight_decay(each) for each in _with_parts(inner)]
-
-    def build(exact: dict[int, Tensor]) -> Any:
-        new: Any = type(inner).from_config(inner.get_config())
-        for each, which in zip(_with_parts(new), excluded, strict=True):
-            each.exclude_from_weight_decay(**which)
-        fresh = _like(optimizer, new, policy, is_compiled)
-        fresh.build(variables)
-        _copy_state(optimizer, fresh, exact)
-        return fresh
-
-    return build
-
-
-def _with_parts(optimizer: Any) -> list[Any]:
-    """An optimizer, and those in it if it is a `keras.optimizers.MultiOptimizer`."""
-    return [optimizer, *getattr(optimizer, "optimizers", ())]
-
-
-def _like(optimizer: Any, inner: Any, policy: Policy, is_compiled: bool) -> Any:
-    """An optimizer like one that is built, around `inner`."""
-    if not isinstance(optimizer, LossScaleOptimizer):
-        return _wrapped(inner, policy, is_compiled)
-    return type(optimizer)(
+def _with_inner(optimizer: LossScaleOptimizer, inner: Any) -> LossScaleOptimizer:
+    """A LossScaleOptimizer with the settings of another, around `inner`."""
+    new = type(optimizer)(
         inner,
         name=optimizer.name,
         loss_scale=optimizer.loss_scale,
@@ -177,6 +165,9 @@ def _like(optimizer: Any, inner: Any, policy: Policy, is_compiled: bool) -> Any:
         measure_gradients=optimizer.measure_gradients,
         **dataclasses.asdict(optimizer.half_memory),
     )
+    new.measures_details = optimizer.measures_details
+    new.scale_was_read = optimizer.scale_was_read
+    return new
 
 
 def _copy_state(old: Any, new: Any, exact: dict[int, Tensor]) -> None:
