@@ -49,6 +49,7 @@ gradient_rows = _backend.gradient_rows
 gradient_sample = _backend.gradient_sample
 gradient_values = _backend.gradient_values
 gradients = _backend.gradients
+hash_bits = _backend.hash_bits
 inside_xla = _backend.inside_xla
 is_concrete = _backend.is_concrete
 keep_old_unless = _backend.keep_old_unless

@@ -11,6 +11,9 @@ from keras import ops
 
 from kmp._backend.types import Gradient, Tensor, Tree, Variable
 
+# Factor and shift of each round of `hash_bits`: 0x85EBCA6B and 0xC2B2AE35 as int32.
+MURMUR3 = ((0x85EBCA6B - 2**32, 13), (0xC2B2AE35 - 2**32, 16))
+
 
 class OneReplica:
     """How the parts of a step run where its gradients are already the sum over all devices.
@@ -144,6 +147,19 @@ def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[
     # Outside XLA: one column after another.
     pairs = enumerate(columns)
     return tuple(ops.max(x, axes, initial=0) if i == 1 else ops.sum(x, axes) for i, x in pairs)
+
+
+def hash_bits(x: Tensor) -> Tensor:
+    x = ops.bitwise_xor(x, _shifted(x, 16))
+    for factor, by in MURMUR3:
+        x = x * factor
+        x = ops.bitwise_xor(x, _shifted(x, by))
+    return x
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shift to the right, with zeros from the left."""
+    return ops.bitwise_and(ops.right_shift(x, by), 2 ** (32 - by) - 1)
 
 
 def are_finite(tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:

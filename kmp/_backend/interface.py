@@ -96,8 +96,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor, ...]:
         """The maximum of the second column and the sums of the others, over some axes.
 
-        Inside XLA it is one reduction: each gradient is read once, and the columns are never in
-        memory.
+        Inside XLA one reduction: each gradient is read once, and no column is ever in memory.
         """
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
@@ -161,8 +160,7 @@ class Backend(Protocol):
     ) -> Callable[..., Any]:
         """Run two functions around Keras's train step, in the same compiled program.
 
-        Both read and assign the variables of the model, its optimizer and its metrics, as ordinary
-        Keras code does.
+        Both read and assign variables of the model, its optimizer and its metrics as usual.
 
         Args:
             model: `keras.Model`, compiled.
@@ -233,11 +231,13 @@ class Backend(Protocol):
     def bitcast(self, x: Tensor, dtype: str) -> Tensor:
         """The bits of `x` read as another dtype of its width, as `keras.ops.view` of 3.12 does."""
 
+    def hash_bits(self, x: Tensor) -> Tensor:
+        """A bijection of int32[...] whose result looks random: the finalizer of MurmurHash3."""
+
     def read(self, model: Any, variables: list[Variable]) -> list[Tensor]:
         """The present values of variables of `model`, its optimizer or its metrics.
 
-        Inside `fit` on JAX they live in the loop, and asking a variable would bring all of them
-        back.
+        Inside `fit` on JAX they live in the loop; asking a variable would bring all of them back.
         """
 
     def to_host(self, x: Any) -> Any:

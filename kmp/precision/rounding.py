@@ -8,13 +8,12 @@ a sharded variable draws its own part where it lies, and XLA fuses them into the
 import math
 from collections.abc import Sequence
 
-import numpy as np
 from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Tensor
 
-_SIGN, _MAGNITUDE = -(2**31), 2**31 - 1
+_MAGNITUDE = 2**31 - 1
 _UPPER_HALF, _LOWER_HALF = -(2**16), 2**16 - 1
 _LARGEST = 0x7F7FFFFF  # the last float32 before inf; its upper half is the last bfloat16
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: spreads consecutive numbers
@@ -43,14 +42,11 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
     Source: Zamirai et al. 2020, *Revisiting BFloat16 Training*, section 4.
     """
-    as_bits = _backend.bitcast(ops.convert_to_tensor(x), "int32")
-    magnitude = ops.bitwise_and(as_bits, _int32(_MAGNITUDE))
-    noise = ops.bitwise_and(bits, _int32(_LOWER_HALF))
-    moved = ops.minimum(magnitude + noise, _int32(_LARGEST))
-    sign = ops.bitwise_and(as_bits, _int32(_SIGN))
-    rounded = ops.bitwise_or(ops.bitwise_and(moved, _int32(_UPPER_HALF)), sign)
-    finite = ops.less_equal(magnitude, _int32(_LARGEST))
-    return ops.cast(ops.where(finite, _backend.bitcast(rounded, "float32"), x), "bfloat16")
+    as_bits = _backend.bitcast(x, "int32")
+    to_largest = _LARGEST - ops.bitwise_and(as_bits, _MAGNITUDE)  # below 0 for inf and NaN
+    noise = ops.minimum(ops.bitwise_and(bits, _LOWER_HALF), ops.maximum(to_largest, 0))
+    rounded = ops.bitwise_and(as_bits + noise, _UPPER_HALF)  # the noise never reaches the sign
+    return ops.cast(_backend.bitcast(rounded, "float32"), "bfloat16")
 
 
 def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) -> Tensor:
@@ -74,11 +70,11 @@ def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) ->
     a state); the hash is the finalizer of Appleby's MurmurHash3, applied twice.
     """
     # Scalars of the step, the same for all places: XLA computes them once for all variables.
-    key = _mixed(_mixed(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
-    other = _mixed(key + _int32(_GOLDEN))
-    inner, outer = (_int32(_mixed_int(_GOLDEN * (2 * place + i))) for i in (1, 2))
-    mixed = _mixed(_indices(shape) + ops.bitwise_xor(key, inner))
-    return _mixed(ops.bitwise_xor(mixed, other + outer))
+    key = _backend.hash_bits(_backend.hash_bits(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
+    other = _backend.hash_bits(key + _signed(_GOLDEN))
+    inner, outer = (_signed(_hash_number(_GOLDEN * (2 * place + i))) for i in (1, 2))
+    hashed = _backend.hash_bits(_indices(shape) + ops.bitwise_xor(key, inner))
+    return _backend.hash_bits(ops.bitwise_xor(hashed, other + outer))
 
 
 def _indices(shape: Sequence[int]) -> Tensor:
@@ -86,33 +82,21 @@ def _indices(shape: Sequence[int]) -> Tensor:
 
     As a sum over the axes: each device computes the part of a sharded variable that it holds.
     """
-    indices = ops.zeros(shape, "int32")
+    indices = ops.zeros((1,) * len(shape), "int32")
     for axis, size in enumerate(shape):
-        along = ops.arange(size, dtype="int32") * _int32(math.prod(shape[axis + 1 :]))
+        along = ops.arange(size, dtype="int32") * _signed(math.prod(shape[axis + 1 :]))
         indices = indices + ops.reshape(along, (size, *[1] * (len(shape) - axis - 1)))
     return indices
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """A bijection of 32 bits in which each bit of the result depends on each bit of `x`."""
-    x = ops.bitwise_xor(x, _shifted(x, 16)) * _int32(0x85EBCA6B)
-    x = ops.bitwise_xor(x, _shifted(x, 13)) * _int32(0xC2B2AE35)
-    return ops.bitwise_xor(x, _shifted(x, 16))
-
-
-def _mixed_int(x: int) -> int:
-    """`_mixed` of a Python number."""
+def _hash_number(x: int) -> int:
+    """`_backend.hash_bits` of a Python number."""
     x %= 2**32
     x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
     x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
     return x ^ x >> 16
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Shift to the right, with zeros from the left."""
-    return ops.bitwise_and(ops.right_shift(x, _int32(by)), _int32(2 ** (32 - by) - 1))
-
-
-def _int32(x: int) -> Tensor:
-    """A constant modulo 2**32. (TensorFlow's and JAX's uint32 lack operations that int32 has.)"""
-    return ops.convert_to_tensor(np.array(x % 2**32, "uint32").view("int32"))
+def _signed(x: int) -> int:
+    """`x` modulo 2**32 as an int32. (TensorFlow's and JAX's uint32 lack operations of int32.)"""
+    return (x + 2**31) % 2**32 - 2**31

@@ -10,6 +10,7 @@ from kmp._backend.default import (
     fused_batch_norm,
     gradient_rows,
     gradient_values,
+    hash_bits,
     keep_old_unless,
     kept_values,
     map_gradient_values,

@@ -7,6 +7,7 @@ from kmp._backend.default import (
     compiled_bytes,
     compiled_step_bytes,
     from_host,
+    hash_bits,
     read,
     settle,
     to_host,

@@ -37,6 +37,7 @@ from kmp._backend.torch.core import (
     device,
     device_memory,
     flags,
+    hash_bits,
     kept_values,
     matmul_float32,
     multiply,

@@ -24,6 +24,17 @@ def bitcast(x: Tensor, dtype: str) -> Tensor:
     return x.view(getattr(torch, dtype))
 
 
+def hash_bits(x: Tensor) -> Tensor:
+    # In place but for the first operation: on a CPU, new memory takes longer than the arithmetic.
+    x, shifted = x.bitwise_xor((x >> 16) & 0xFFFF), torch.empty_like(x)
+    for factor, by in default.MURMUR3:
+        x *= factor
+        torch.bitwise_right_shift(x, by, out=shifted)
+        shifted &= 2 ** (32 - by) - 1
+        x ^= shifted
+    return x
+
+
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
     # On GPUs in a kernel for many.
     wide = (default.at_least_float32(x) for x in gradients)
