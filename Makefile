@@ -12,7 +12,7 @@ OLDEST = $(CORE) tests/layers tests/callbacks tests/models/test_convert.py tests
   tests/scaling/test_resume.py
 
 .PHONY: quickstart test test-all test-oldest test-pre dist-check lint site notebooks programs \
-  compiled-counts clean
+  compiled-counts gpu clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
@@ -97,6 +97,16 @@ compiled-counts: $(VENV)/test.stamp $(VENV)-h100/stamp
 	$(BIN)/python benchmarks/compiled_counts.py --target tpu
 	$(VENV)-h100/bin/python benchmarks/compiled_counts.py --target h100
 
+# On a machine with an NVIDIA GPU, in parts of at most 8 minutes: all that docs/gpu.md says.
+gpu: $(VENV)-gpu/stamp
+	$(VENV)-gpu/bin/python benchmarks/gpu.py
+
+$(VENV)-gpu/stamp: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)-gpu
+	$(VENV)-gpu/bin/pip install --quiet --disable-pip-version-check \
+	  --editable '.[bench,examples,gpu,test]'
+	@touch $@
+
 $(VENV)-h100/stamp: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-h100
 	$(VENV)-h100/bin/pip install --quiet --disable-pip-version-check \
@@ -116,4 +126,4 @@ $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 
 clean:
 	rm -rf $(VENV) $(VENV)-h100 $(VENV)-oldest $(VENV)-pre $(VENV)-dist $(VENV)-programs \
-	  $(VENV)-site build dist *.egg-info logs
+	  $(VENV)-site $(VENV)-gpu build dist *.egg-info logs

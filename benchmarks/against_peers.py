@@ -55,6 +55,7 @@ class Run(NamedTuple):
     step: Callable[[], None]  # starts a step
     wait: Callable[[], object]  # for all steps so far
     parameters: int
+    bytes: int | None = None  # that the step holds, by the compiler
 
 
 def keras_step(build: Callable, name: str) -> Run:
@@ -65,10 +66,13 @@ def keras_step(build: Callable, name: str) -> Run:
     if name == "Keras":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     elif name != "keras unscaled":
-        optimizer = kmp.LossScaleOptimizer(optimizer, measure_gradients=name == "kmp")
+        measures = name != "kmp, not measuring"
+        optimizer = kmp.LossScaleOptimizer(optimizer, measure_gradients=measures)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, auto_scale_loss=False)
     optimizer.build(model.trainable_variables)
+    if name == "kmp, watched":
+        optimizer.sample_gradients(100)  # as GradientHealth does
     parts = ("trainable_variables", "non_trainable_variables")
     kept = [[v.value for v in getattr(model, part)] for part in parts]
     kept += [[v.value for v in optimizer.variables], [v.value for v in model.metrics_variables]]
@@ -137,13 +141,16 @@ def _compiled(step: Callable, state, data) -> Run:
     data = jax.device_put(data)
     # Copies: what is donated may still be a variable's.
     holder = [jax.tree.map(jnp.array, state)]
-    compiled = jax.jit(step, donate_argnums=0)
+    program = jax.jit(step, donate_argnums=0).lower(holder[0], data).compile()
 
     def run() -> None:
-        holder[0] = compiled(holder[0], data)
+        holder[0] = program(holder[0], data)
 
     parameters = sum(v.size for v in state[0])
-    return Run(run, lambda: jax.block_until_ready(holder[0]), parameters)
+    held = program.memory_analysis()
+    size = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes
+    size += held.temp_size_in_bytes
+    return Run(run, lambda: jax.block_until_ready(holder[0]), parameters, size)
 
 
 def torch_step(name: str, model_name: str, data, half: str) -> Run:
@@ -190,18 +197,7 @@ def measure(model_name: str, half: str, rounds: int, steps: int) -> dict:
     if len(set(sizes.values())) > 1:
         raise ValueError(f"The models differ in their number of parameters: {sizes}")
     results["parameters"] = sizes["kmp"]
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(rounds + 1):  # the first compiles
-        names = list(runs)
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            start = time.perf_counter()
-            for _ in range(steps if i else 2):
-                runs[name].step()
-            runs[name].wait()
-            if i:
-                times[name].append(1e3 * (time.perf_counter() - start) / steps)
-        print(f"\r{model_name}: {i} of {rounds} rounds", end="", file=sys.stderr)
-    print(file=sys.stderr)
+    times = take_turns(runs, rounds, steps, model_name)
     medians = {name: statistics.median(each) for name, each in times.items()}
     results["unscaled_ms"] = {name: ms for name, ms in medians.items() if name not in PEERS}
     for name, (base, _) in PEERS.items():
@@ -214,6 +210,25 @@ def measure(model_name: str, half: str, rounds: int, steps: int) -> dict:
                 "quartiles": quartiles,
             }
     return results
+
+
+def take_turns(
+    runs: dict[str, Run], rounds: int, steps: int, title: str
+) -> dict[str, list[float]]:
+    """Milliseconds of a step in each round of each run."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(rounds + 1):  # the first warms up
+        names = list(runs)
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            start = time.perf_counter()
+            for _ in range(steps if i else 2):
+                runs[name].step()
+            runs[name].wait()
+            if i:
+                times[name].append(1e3 * (time.perf_counter() - start) / steps)
+        print(f"\r{title}: {i} of {rounds} rounds", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    return times
 
 
 def environment() -> dict:

@@ -45,6 +45,7 @@ ABOUT_NO_BACKEND = {
     "test_dashboard.py",
     "test_equivalence.py",
     "test_float_formats.py",
+    "test_gpu.py",
     "test_ledger.py",
     "test_notebooks.py",
     "test_printing.py",
@@ -66,6 +67,7 @@ SLOW_FILES = {
     "test_examples.py",
     "test_fake_quantization.py",
     "test_fused_kernel.py",
+    "test_gpu.py",
     "test_jax.py",
     "test_half_memory_replicas.py",
     "test_keras_limits.py",
@@ -96,8 +98,21 @@ SLOW_FILES = {
 }
 
 
+# What a device of another kind could compute otherwise.
+GPU_FILES = {
+    "test_contract.py",
+    "test_dense.py",
+    "test_faults.py",
+    "test_half_memory.py",
+    "test_normalization.py",
+    "test_rounding.py",
+}
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.path.name in GPU_FILES:
+            item.add_marker(pytest.mark.gpu)
         if item.path.name in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
         markers = list(item.iter_markers("only"))  # all hold: a function's and its parameter's

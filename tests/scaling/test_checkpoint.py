@@ -203,8 +203,11 @@ def test_measuring_may_be_switched_between_runs(tmp_path):
     assert int(silent.optimizer.skipped_steps) == 1
 
 
-def test_a_grad_scaler_state_goes_both_ways():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_grad_scaler_state_goes_both_ways(dtype):
+    keras.config.set_dtype_policy(dtype)
     model = make_model(adam())
+    assert {v.dtype for v in model.trainable_variables} == {dtype}
     model.optimizer.build(model.trainable_variables)
     theirs = {
         "scale": 2.0**10,

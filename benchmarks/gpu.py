@@ -1,0 +1,147 @@
+"""What kmp does on an NVIDIA GPU: its numerics, its step, its memory, its peers; into docs/gpu.md.
+
+    make gpu                                    every part, one after the other
+    python benchmarks/gpu.py step peers         these parts, each at most 8 minutes
+    python benchmarks/gpu.py --smoke            every part in little, on any machine
+
+Needs the extras `bench`, `examples` and `test`, and JAX for CUDA (the extra `gpu`). Each part keeps
+what its commands printed in build/gpu, and the page is written anew from all that is there.
+"""
+
+import argparse
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+LIMIT = 480  # seconds of a part
+HALVES = ("mixed_float16", "mixed_bfloat16", "bfloat16")
+MODELS = ("large_transformer", "resnet50")
+ABOUT = {
+    "numerics": "The contract, the layers and stochastic rounding, by their tests.",
+    "step": "A step over plain Adam, and what XLA plans to hold. The goal is 1.005 with health.",
+    "memory": "The device's own peak, each in a process of its own.",
+    "layers": "kmp's layers over Keras's.",
+    "peers": "Each framework over its own unscaled step.",
+    "certify": "Whether training in half precision ends where float32 does.",
+}
+
+
+def commands(part: str, smoke: bool) -> list[str]:
+    """The command lines of a part."""
+    python = "python"
+    few, models = (" --rounds 3 --steps 2", ["mlp"]) if smoke else ("", MODELS)
+    halves = HALVES[1:2] if smoke else HALVES
+    jax = f"KERAS_BACKEND=jax {python}"
+    if part == "numerics":
+        names = ("jax", "torch", "tensorflow")
+        backends = [name for name in names if importlib.util.find_spec(name)]
+        where = "tests/precision/test_rounding.py" if smoke else ""
+        tests = f'-m pytest -m "gpu and not wide" {where}'.strip()
+        return [f"KERAS_BACKEND={name} {python} {tests}" for name in backends]
+    if part == "step":
+        each = [f"--model {model} --policy {half}" for model in models for half in halves]
+        plain = [f'--model {model} --policy float32 --only "Adam"' for model in models]
+        return [f"{python} benchmarks/gpu_step.py {x}{few}" for x in plain + each]
+    if part == "memory":
+        few = few or " --rounds 3 --steps 5"
+        cases = [("float32", "Adam")]
+        for half in halves:
+            cases += [(half, "Keras's LossScaleOptimizer"), (half, "kmp, health")]
+        each = [f'--policy {policy} --only "{name}"' for policy, name in cases]
+        return [f"{python} benchmarks/gpu_step.py --model {models[0]} {x}{few}" for x in each]
+    if part == "layers":
+        return [f"{jax} benchmarks/layers.py" + smoke * " --smoke --rounds 3"]
+    if part == "peers":
+        return [f"{python} benchmarks/against_peers.py" + smoke * " --smoke"]
+    less = " --epochs 1" if smoke else ""
+    tasks = "diabetes" if smoke else "digits text"
+    return [f"{jax} -m kmp certify --task {tasks} --policies {' '.join(halves)}{less}"]
+
+
+def run(part: str, smoke: bool, folder: pathlib.Path) -> bool:
+    """Run a part, and keep what it prints; whether all of its commands ended well."""
+    environment = os.environ | {
+        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+        "JAX_PLATFORMS": "cpu" if smoke else "cuda,cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    if part == "numerics":  # float32 is meant where float32 stands
+        environment |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0"}
+    begin, blocks, good = time.monotonic(), [], True
+    for line in commands(part, smoke):
+        print(f"{part}: {line}", flush=True)
+        left = LIMIT - (time.monotonic() - begin)
+        try:
+            options: dict = {"shell": True, "cwd": ROOT, "env": environment, "text": True}
+            done = subprocess.run(line, capture_output=True, timeout=max(left, 1), **options)
+            ended, text = done.returncode, done.stdout
+            # 1 of certify is a result: not equivalent.
+            if ended and not (part == "certify" and ended == 1):
+                good = False
+                text += f"{done.stderr[-2000:]}\nexit status {ended}\n"
+        except subprocess.TimeoutExpired as late:
+            good, text = False, (late.stdout or b"").decode() + f"not over after {LIMIT} s\n"
+        blocks.append(f"$ {line}\n{text.strip()}\n")
+        (folder / f"{part}.txt").write_text("\n".join(blocks))
+    return good
+
+
+def page(folder: pathlib.Path) -> str:
+    """docs/gpu.md, from what the parts have printed so far."""
+    lines = [
+        "# On a GPU",
+        "",
+        "Written by `make gpu`. All figures are of the machine named here.",
+        "",
+    ]
+    device = folder / "device.txt"
+    lines += ["```", device.read_text().strip(), "```", ""]
+    for part, about in ABOUT.items():
+        printed = folder / f"{part}.txt"
+        if printed.exists():
+            lines += [f"## {part.capitalize()}", "", about, ""]
+            lines += ["```", printed.read_text().strip(), "```", ""]
+    return "\n".join(lines)
+
+
+def device(smoke: bool) -> str:
+    """The device and its driver, and the versions of what runs."""
+    query = "nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader"
+    found = "no GPU: a smoke test" if smoke else subprocess.getoutput(query)
+    packages = ("keras", "jax", "tensorflow", "torch", "jmp", "flax", "optax", "kmp")
+    list_them = f"{sys.executable} -m pip list --format freeze"
+    installed = [x for x in subprocess.getoutput(list_them).split() if x.split("==")[0] in packages]
+    return f"{found}\n{', '.join(installed)}\n"
+
+
+def main() -> int:
+    """Run the parts, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "parts", nargs="*", choices=[[], *ABOUT], metavar="PART", help=str([*ABOUT])
+    )
+    parser.add_argument("--smoke", action="store_true", help="in little, on any machine")
+    arguments = parser.parse_args()
+    if not arguments.smoke and not shutil.which("nvidia-smi"):
+        parser.error("there is no NVIDIA GPU here (no nvidia-smi). Write --smoke to try the parts.")
+    folder = ROOT / "build" / ("gpu_smoke" if arguments.smoke else "gpu")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "device.txt").write_text(device(arguments.smoke))
+    target = folder / "gpu.md" if arguments.smoke else ROOT / "docs" / "gpu.md"
+    failed = []
+    for part in arguments.parts or ABOUT:
+        if not run(part, arguments.smoke, folder):
+            failed.append(part)
+        target.write_text(page(folder))
+    print(f"{target.relative_to(ROOT)}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
