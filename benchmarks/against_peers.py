@@ -212,9 +212,7 @@ def measure(model_name: str, half: str, rounds: int, steps: int) -> dict:
     return results
 
 
-def take_turns(
-    runs: dict[str, Run], rounds: int, steps: int, title: str
-) -> dict[str, list[float]]:
+def take_turns(runs: dict[str, Run], rounds: int, steps: int, title: str) -> dict[str, list[float]]:
     """Milliseconds of a step in each round of each run."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(rounds + 1):  # the first warms up

@@ -8,6 +8,8 @@ has shapes and no weights, so any machine can ask. Needs the extras `jax` and `h
 """
 
 import argparse
+import functools
+from collections.abc import Callable
 
 import compiled_counts  # first: it sets the environment
 import jax
@@ -23,11 +25,11 @@ import kmp
 WORDS, LENGTH, MEMORY = 20_000, 512, 80e9
 
 
-def build(blocks: int, width: int):
+def build(blocks: int, width: int, heads: int, words: int, length: int, wrap: Callable):
     """A decoder-only transformer and Adam, whose variables have shapes and no values."""
-    optimizer = kmp.scaled("adam", loss_scale="none")
+    optimizer = wrap(keras.optimizers.Adam())
     with keras.StatelessScope():
-        model = models._transformer(blocks, width, width // 128, WORDS, LENGTH)
+        model = models.decoder(blocks, width, heads, words, length)
         optimizer.build(model.trainable_variables)
         # Keras would make the values when the scope ends.
         global_state.set_global_attribute("uninitialized_variables", [])
@@ -40,7 +42,11 @@ def step_of(model, optimizer):
 
     def scaled_loss(weights, others, state, x, y):
         logits, others = model.stateless_call(weights, others, x, training=True)
-        return optimizer.stateless_scale_loss(state, loss(y, logits)), others
+        if not hasattr(optimizer, "inner_optimizer"):
+            return loss(y, logits), others
+        mapping = list(zip(optimizer.variables, state, strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            return optimizer.scale_loss(loss(y, logits)), others
 
     def step(weights, others, state, x, y):
         gradients, others = jax.grad(scaled_loss, has_aux=True)(weights, others, state, x, y)
@@ -58,7 +64,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     arguments = parser.parse_args()
     keras.config.set_dtype_policy(arguments.policy)
-    model, optimizer = build(arguments.blocks, arguments.width)
+    width, no_scale = arguments.width, functools.partial(kmp.scaled, loss_scale="none")
+    model, optimizer = build(arguments.blocks, width, width // 128, WORDS, LENGTH, no_scale)
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=compiled_counts.H100, topology="1x1x1"
     )

@@ -56,7 +56,8 @@ def resnet50(size: int = 32):
     return model, *_batch(model, size, (), 1000)
 
 
-def _transformer(blocks: int, width: int, heads: int, words: int, length: int) -> keras.Model:
+def decoder(blocks: int, width: int, heads: int, words: int, length: int) -> keras.Model:
+    """A decoder-only transformer with a float32 head."""
     inputs = keras.Input((length,), dtype="int32")
     x = layers.Embedding(words, width)(inputs)
     for _ in range(blocks):
@@ -74,13 +75,13 @@ def _transformer(blocks: int, width: int, heads: int, words: int, length: int) -
 
 def transformer(size: int = 32):
     """Four blocks of width 128 over 64 tokens, 1.3 million parameters."""
-    model = _transformer(4, 128, 4, 2_000, 64)
+    model = decoder(4, 128, 4, 2_000, 64)
     return model, *_batch(model, size, (64,), 2_000)
 
 
 def large_transformer(size: int = 8):
     """Twelve blocks of width 768 over 512 tokens and 20,000 words, 116 million parameters."""
-    model = _transformer(12, 768, 12, 20_000, 512)
+    model = decoder(12, 768, 12, 20_000, 512)
     return model, *_batch(model, size, (512,), 20_000)
 
 

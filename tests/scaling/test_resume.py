@@ -62,7 +62,7 @@ def test_saved_in_mid_epoch_and_continued_elsewhere(interrupted):
 @pytest.mark.only("tensorflow")  # files are the same code on all backends
 def test_killed_while_writing_the_backup(interrupted, tmp_path):
     """Keras keeps the last backup but one on request; a torn file leads to it."""
-    directory = tmp_path / "double"
+    directory = tmp_path / f"double_{interrupted.name}"  # names what it is
     run(directory, "killed", codes=[-9])
     backup = directory / "backup" / "latest.weights.h5"
     backup.write_bytes(backup.read_bytes()[: backup.stat().st_size // 2])
