@@ -39,7 +39,8 @@ def distribution(mesh: Mesh, both: bool):
     layouts[".*embeddings"] = (data, "model")
     layouts[".*(query|key|value).kernel"] = (data, "model", None)
     layouts[".*attention_output.kernel"] = ("model", None, data)
-    layouts[".*dense.*kernel"] = (data, "model")
+    layouts[r".*dense(_\d*[02468])?.kernel"] = (data, "model")  # into the hidden layer; the head
+    layouts[r".*dense_\d*[13579].kernel"] = ("model", data)
     return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="data")
 
 

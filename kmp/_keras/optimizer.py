@@ -208,11 +208,13 @@ def stateless_apply_of_base(
     return base.stateless_apply(optimizer_variables, grads, trainable_variables)
 
 
-def is_sharded(variable: Variable) -> bool:
-    """Whether `keras.distribution` splits a variable over devices."""
+def shards_of(variable: Variable) -> tuple[int, ...]:
+    """Into how many pieces `keras.distribution` splits each axis of a variable."""
     distribution = keras.distribution.distribution()
-    if distribution is None:
-        return False
-    layout = distribution.get_variable_layout(variable)
-    axes = getattr(layout, "axes", None) or ()
-    return any(axis is not None for axis in axes)
+    layout: Any = distribution.get_variable_layout(variable) if distribution else None
+    axes = getattr(layout, "axes", None)
+    if not axes:
+        return (1,) * len(variable.shape)
+    mesh = layout.device_mesh or distribution.device_mesh
+    pieces = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    return tuple(pieces.get(axis, 1) for axis in axes)

@@ -7,13 +7,13 @@ sample of the flattened variable would gather a sharded variable on every device
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._backend.types import Tensor
+from kmp._backend.types import Gradient, Tensor
 from kmp.health.reduce import SMALL, Part
 
 SAMPLE_SIZE = SMALL  # the most values sampled from a variable; 0.1% of them is four
@@ -26,35 +26,65 @@ _KEYS = len(COLUMNS) + BINS
 _EXPONENT_BITS, _BIAS, _MANTISSA = 255, 127, 23
 
 
-def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """One stride per axis, leaving at most `SAMPLE_SIZE` values, but more than an eighth of that.
+class Cut(NamedTuple):
+    """How a variable is sampled.
+
+    Attributes:
+        shape: the variable's, with each axis that is split over devices as two, of which the first
+            counts the pieces.
+        strides: one for each of these axes.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def left(self) -> list[int]:
+        """The shape of the sample."""
+        return [-(-size // stride) for size, stride in zip(self.shape, self.strides, strict=True)]
+
+    @property
+    def size(self) -> int:
+        """How many values are sampled."""
+        return math.prod(self.left)
+
+
+def cut(shape: Sequence[int], shards: Sequence[int] = ()) -> Cut:
+    """Choose strides that leave at most `SAMPLE_SIZE` values, but more than an eighth of that.
 
     Strides are odd: a stride of 64 over 512 columns would only ever see eight columns.
 
+    Args:
+        shape: of the variable.
+        shards: into how many pieces each axis is split over devices. Each device samples its piece.
+
     Example:
 
-    >>> strides_of((512, 512))
-    (7, 15)
+    >>> cut((512, 512))
+    Cut(shape=(512, 512), strides=(7, 15))
+    >>> cut((512, 512), (1, 4))
+    Cut(shape=(512, 4, 128), strides=(15, 1, 7))
     """
-    strides = [1] * len(shape)
-    while math.prod(left := _left(shape, strides)) > SAMPLE_SIZE:
-        axis = len(left) - 1 - left[::-1].index(max(left))
-        strides[axis] = 2 * strides[axis] + 1
-    return tuple(strides)
+    axes: list[int] = []
+    within = []  # the axes that lie within one device
+    for size, pieces in zip(shape, shards or [1] * len(shape), strict=True):
+        if pieces > 1 and size % pieces == 0:
+            axes.append(pieces)
+            size //= pieces
+        within.append(len(axes))
+        axes.append(size)
+    found = Cut(tuple(axes), (1,) * len(axes))
+    while found.size > SAMPLE_SIZE and any(found.left[axis] > 1 for axis in within):
+        longest = max(within, key=lambda axis: (found.left[axis], axis))
+        strides = list(found.strides)
+        strides[longest] = 2 * strides[longest] + 1
+        found = found._replace(strides=tuple(strides))
+    return found
 
 
-def sample_size(shape: Sequence[int]) -> int:
-    """How many values are sampled from a variable of this shape."""
-    return math.prod(_left(shape, strides_of(shape)))
-
-
-def _left(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    return [-(-size // stride) for size, stride in zip(shape, strides, strict=True)]
-
-
-def size_before(shapes: Sequence[Sequence[int]]) -> int:
-    """The length of the result of `sample` for variables of these shapes."""
-    return 2 * sum(map(sample_size, shapes))
+def size_before(cuts: Sequence[Cut]) -> int:
+    """The length of the result of `sample` for variables that are sampled so."""
+    return 2 * sum(each.size for each in cuts)
 
 
 def layout(parts: Sequence[Part], number: int) -> list[int]:
@@ -63,12 +93,15 @@ def layout(parts: Sequence[Part], number: int) -> list[int]:
     return order + sorted(set(range(number)) - set(order))
 
 
-def sample(parts: Sequence[Part], weights: Sequence[Tensor], target: str = "host") -> Tensor:
+def sample(
+    parts: Sequence[Part], weights: Sequence[Tensor], cuts: Sequence[Cut], target: str = "host"
+) -> Tensor:
     """Sample gradients and weights.
 
     Args:
         parts: the gradients, from `kmp.health.reduce.gather`.
         weights: the value of each variable.
+        cuts: how each variable is sampled.
         target: the platform that this is compiled for, from `_backend.per_target`.
 
     Returns:
@@ -77,27 +110,29 @@ def sample(parts: Sequence[Part], weights: Sequence[Tensor], target: str = "host
     """
     samples = []
     for part in parts:
-        shape = tuple(weights[part.members[0]].shape)
-        of_each = part.values
-        if not part.stacked:
-            of_each = _backend.gradient_sample(part.values, strides_of(shape), target)
-        # A sparse gradient's number of rows is only known at run time.
-        samples.append(ops.reshape(of_each, (len(part.members) * sample_size(shape),)))
+        if part.stacked:
+            samples.append(ops.reshape(part.values, (-1,)))
+        else:
+            samples.append(_sampled(part.values, cuts[part.members[0]], target))
     order = layout(parts, len(weights))
     absent = order[sum(len(part.members) for part in parts) :]
-    missing = sum(sample_size(weights[i].shape) for i in absent)
-    sampled = _sampled(weights, order, target)
-    return _together([*samples, ops.zeros((missing,), "float32"), *sampled])
+    missing = sum(cuts[i].size for i in absent)
+    before = [_sampled(weights[i], cuts[i], target) for i in order]
+    return _together([*samples, ops.zeros((missing,), "float32"), *before])
 
 
-def sample_weights(weights: Sequence[Tensor], order: Sequence[int], target: str = "host") -> Tensor:
+def sample_weights(
+    weights: Sequence[Tensor], cuts: Sequence[Cut], order: Sequence[int], target: str = "host"
+) -> Tensor:
     """Sample weights: float32[n], with the variables in this order."""
-    return _together(_sampled(weights, order, target))
+    return _together([_sampled(weights[i], cuts[i], target) for i in order])
 
 
-def _sampled(weights: Sequence[Tensor], order: Sequence[int], target: str) -> list[Tensor]:
-    values = [(weights[i], strides_of(weights[i].shape)) for i in order]
-    return [ops.reshape(_backend.gradient_sample(*pair, target), (-1,)) for pair in values]
+def _sampled(values: Gradient, cut: Cut, target: str) -> Tensor:
+    if len(cut.shape) > len(values.shape):
+        values = ops.reshape(values, cut.shape)
+    # A sparse gradient's number of rows is only known at run time.
+    return ops.reshape(_backend.gradient_sample(values, cut.strides, target), (cut.size,))
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:
@@ -105,21 +140,21 @@ def _together(samples: Sequence[Tensor]) -> Tensor:
 
 
 def measure_sample(
-    before: Tensor, after: Tensor, shapes: Sequence[Sequence[int]], order: Sequence[int]
+    before: Tensor, after: Tensor, cuts: Sequence[Cut], order: Sequence[int]
 ) -> Tensor:
     """Measure gradients, weights and updates on their samples.
 
     Args:
         before: float32[2 * n], from `sample`: the scaled gradients, and weights before the update.
         after: float32[n], from `sample_weights`, after the update.
-        shapes: the shape of each variable.
+        cuts: how each variable is sampled.
         order: the order of the variables in the samples.
 
     Returns:
         float32[num_variables, 3 + 47]: `COLUMNS`, then the gradient's histogram: zeros, each
         exponent, non-finite values. Norms are estimates for the whole variable.
     """
-    sizes = [sample_size(shape) for shape in shapes]
+    sizes = [each.size for each in cuts]
     gradient, weights = before[: sum(sizes)], before[sum(sizes) :]
     update = ops.subtract(after, weights)
     unmoved = ops.logical_and(ops.not_equal(gradient, 0.0), ops.equal(update, 0.0))
@@ -134,7 +169,7 @@ def measure_sample(
         num_segments=len(sizes) * _KEYS,
     )
     sums = ops.reshape(sums, (len(sizes), _KEYS))
-    whole = np.array([math.prod(s) / max(n, 1) for s, n in zip(shapes, sizes, strict=True)])
+    whole = np.array([math.prod(each.shape) / max(each.size, 1) for each in cuts])
     whole = ops.convert_to_tensor(whole.astype("float32")[:, None])
     column = ops.arange(_KEYS, dtype="int32")
     nonzero = ops.where(column > len(COLUMNS), sums, 0.0)

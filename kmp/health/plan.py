@@ -94,15 +94,15 @@ class MeasurePlan:
     Attributes:
         shapes: the shape of each variable.
         kinds: how each gradient is unscaled. Only gradients of one kind are stacked.
-        sharded: whether each variable is split over devices. The gradient of such a variable is
-            reduced by itself, because stacking would move it.
+        shards: into how many pieces each axis of each variable is split over devices. The gradient
+            of a variable that is split is reduced by itself, because stacking would move it.
         levels: whether the levels of all gradients are measured.
         max_abs: whether the loss-scaling rule needs the largest gradient of every step.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     kinds: tuple[Kind, ...]
-    sharded: tuple[bool, ...]
+    shards: tuple[tuple[int, ...], ...]
     levels: bool
     max_abs: bool
 
@@ -111,13 +111,19 @@ class MeasurePlan:
         """Each variable's number of elements."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
+    @property
+    def cuts(self) -> tuple[details.Cut, ...]:
+        """How each variable is sampled."""
+        return tuple(map(details.cut, self.shapes, self.shards))
+
     def gather(self, gradients: Sequence[Gradient]) -> list[Part]:
         """Stack the small gradients that can be measured together.
 
         Args:
             gradients: one for each variable, or None.
         """
-        return gather(gradients, self.sizes, self.kinds, self.sharded)
+        split = [max(shards, default=1) > 1 for shards in self.shards]
+        return gather(gradients, self.sizes, self.kinds, split)
 
     def of_gradients(self, table: Tensor) -> Tensor:
         """Return `[num_variables, ...]` with zeros in the rows of values that are not gradients."""
@@ -241,16 +247,17 @@ def take_sample(
     Returns:
         `seen` with the sample; zeros if details are not due.
     """
-    number = details.size_before(plan.shapes)
+    cuts = plan.cuts
+    number = details.size_before(cuts)
 
     def sample(target: str, due: Any, *tensors: Any) -> list[Tensor]:
         refilled = _refilled(parts, tensors[: len(parts)])
         weights = tensors[len(parts) :]
         zeros = ops.zeros((number,), "float32")
         if _WAYS[target].branches:
-            taken = lambda: details.sample(refilled, weights, target)  # noqa: E731
+            taken = lambda: details.sample(refilled, weights, cuts, target)  # noqa: E731
             return [_backend.compute_if(due, taken, zeros)]
-        return [ops.where(due, details.sample(refilled, weights, target), zeros)]
+        return [ops.where(due, details.sample(refilled, weights, cuts, target), zeros)]
 
     values = [part.values for part in parts]
     (before,) = _backend.per_target(sample, [(number,)], seen.due_details, *values, *weights)

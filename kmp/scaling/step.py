@@ -13,7 +13,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
-from kmp._keras.optimizer import is_sharded
+from kmp._keras.optimizer import shards_of
 from kmp.health.plan import Divide, Kind, Look, MeasurePlan, look, take_sample
 from kmp.health.reduce import Part
 from kmp.precision.trees import map_gradients
@@ -237,7 +237,7 @@ def plan_for(
             Kind(dtype, getattr(v, "overwrite_with_gradient", False))
             for v, dtype in zip(variables, dtypes, strict=True)
         ),
-        sharded=tuple(map(is_sharded, variables)),
+        shards=tuple(map(shards_of, variables)),
         levels=measures,
         max_abs=max_abs,
     )

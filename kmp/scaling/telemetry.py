@@ -99,8 +99,8 @@ class Telemetry:
     ) -> None:
         def measured(target: str, due: Any, before: Any, previous: Any, *weights: Any) -> list:
             def table() -> Tensor:
-                after = details.sample_weights(weights, seen.order, target)
-                found = details.measure_sample(before, after, plan.shapes, seen.order)
+                after = details.sample_weights(weights, plan.cuts, seen.order, target)
+                found = details.measure_sample(before, after, plan.cuts, seen.order)
                 return plan.of_gradients(found)
 
             return [_backend.compute_if(due, table, previous)]

@@ -18,11 +18,34 @@ from kmp.health.reduce import gather
     "shape", [(), (0, 3), (5,), (4096,), (4097,), (512, 512), (3, 3, 64, 128), (1, 100_000)]
 )
 def test_a_sample_is_large_enough_and_small_enough(shape):
-    strides = _sample.strides_of(shape)
-    number = np.zeros(shape)[tuple(slice(None, None, s) for s in strides)].size
-    assert number == _sample.sample_size(shape) <= _sample.SAMPLE_SIZE
+    cut = _sample.cut(shape)
+    assert cut.shape == shape
+    number = np.zeros(shape)[slices(cut)].size
+    assert number == cut.size <= _sample.SAMPLE_SIZE
     assert number >= min(math.prod(shape), _sample.SAMPLE_SIZE // 8)
-    assert all(stride % 2 for stride in strides)
+    assert all(stride % 2 for stride in cut.strides)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "expected"),
+    [
+        ((512, 512), (1, 4), (512, 4, 128)),
+        ((512, 512), (2, 8), (2, 256, 8, 64)),
+        ((100_000, 5), (16, 1), (16, 6250, 5)),
+        ((7, 512), (2, 1), (7, 512)),  # what cannot be split evenly is not split
+        ((64, 64), (64, 64), (64, 1, 64, 1)),
+    ],
+)
+def test_each_device_samples_its_own_piece(shape, shards, expected):
+    cut = _sample.cut(shape, shards)
+    assert cut.shape == expected
+    pieces = [axis for axis, size in enumerate(cut.shape) if size in shards and size > 1]
+    assert all(cut.strides[axis] == 1 for axis in pieces)
+    assert min(math.prod(shape), _sample.SAMPLE_SIZE // 8) <= cut.size <= _sample.SAMPLE_SIZE
+
+
+def slices(cut):
+    return tuple(slice(None, None, stride) for stride in cut.strides)
 
 
 EXPONENTS = [-40, -28, -26, -25, -24, -15, -14, 0, 15, 16, 40]
@@ -73,15 +96,15 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
 
     def measure(present):
         parts = gather([*present[:2], None, *present[2:]], sizes)
-        sample = _sample.sample(parts, [v.value for v in earlier])
+        sample = _sample.sample(parts, [v.value for v in earlier], cuts)
         order = _sample.layout(parts, len(sizes))
-        after = _sample.sample_weights([v.value for v in variables], order)
-        return _sample.measure_sample(sample, after, shapes, order)
+        after = _sample.sample_weights([v.value for v in variables], cuts, order)
+        return _sample.measure_sample(sample, after, cuts, order)
 
     present = [ops.convert_to_tensor(g) for g in gradients if g is not None]
     measured = ops.convert_to_numpy(compiled(measure, mode)(present))
     for row, a, b in zip(measured, after, before, strict=True):
-        every = tuple(slice(None, None, stride) for stride in _sample.strides_of(a.shape))
+        every = slices(_sample.cut(a.shape))
         of_whole = math.sqrt(a.size / a[every].size)
         # Float32 sums of squares, most of at most 12; the update is a difference, exact as stored.
         for found, numbers in ((row[0], a[every]), (row[1], (a - b)[every])):
@@ -93,9 +116,10 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
 def test_the_norm_of_a_large_variable_is_estimated():
     weights = np.random.default_rng(1).normal(size=(300, 200)).astype("float32")
     variable = keras.Variable(weights)
-    before = _sample.sample([], [ops.convert_to_tensor(weights - 0.5)])
-    after = _sample.sample_weights([variable.value], [0])
-    row = _sample.measure_sample(before, after, [variable.shape], [0])[0]
+    cuts = [_sample.cut(variable.shape)]
+    before = _sample.sample([], [ops.convert_to_tensor(weights - 0.5)], cuts)
+    after = _sample.sample_weights([variable.value], cuts, [0])
+    row = _sample.measure_sample(before, after, cuts, [0])[0]
     # Of n normal numbers, the norm errs by 1 / sqrt(2 n): five standard deviations at n = 2,700.
     norm = np.linalg.norm(weights)
     np.testing.assert_allclose(ops.convert_to_numpy(row)[0], norm, rtol=0.07)
