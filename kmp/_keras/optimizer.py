@@ -208,6 +208,15 @@ def stateless_apply_of_base(
     return base.stateless_apply(optimizer_variables, grads, trainable_variables)
 
 
+def on_every_device(x: Tensor) -> Tensor:
+    """A tensor, whole on every device where `keras.distribution` splits variables."""
+    distribution = keras.distribution.distribution()
+    if not isinstance(distribution, keras.distribution.ModelParallel):
+        return x
+    layout = keras.distribution.TensorLayout((None,) * len(x.shape), distribution.device_mesh)
+    return keras.distribution.distribute_tensor(x, layout)
+
+
 def shards_of(variable: Variable) -> tuple[int, ...]:
     """Into how many pieces `keras.distribution` splits each axis of a variable."""
     distribution = keras.distribution.distribution()

@@ -14,6 +14,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor
+from kmp._keras.optimizer import on_every_device
 from kmp.health.reduce import SMALL, Part
 
 SAMPLE_SIZE = SMALL  # the most values sampled from a variable; 0.1% of them is four
@@ -33,20 +34,28 @@ class Cut(NamedTuple):
         shape: the variable's, with each axis that is split over devices as two, of which the first
             counts the pieces.
         strides: one for each of these axes.
+        split: which of these axes count pieces.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    split: tuple[int, ...] = ()
 
     @property
     def left(self) -> list[int]:
-        """The shape of the sample."""
+        """What the strides leave of each axis."""
         return [-(-size // stride) for size, stride in zip(self.shape, self.strides, strict=True)]
 
     @property
     def size(self) -> int:
         """How many values are sampled."""
         return math.prod(self.left)
+
+    @property
+    def of_sample(self) -> tuple[int, ...]:
+        """The shape of the sample: `[size]`, or `[pieces, size of each]`."""
+        pieces = math.prod(self.shape[axis] for axis in self.split)
+        return (pieces, self.size // pieces) if self.split else (self.size,)
 
 
 def cut(shape: Sequence[int], shards: Sequence[int] = ()) -> Cut:
@@ -61,19 +70,20 @@ def cut(shape: Sequence[int], shards: Sequence[int] = ()) -> Cut:
     Example:
 
     >>> cut((512, 512))
-    Cut(shape=(512, 512), strides=(7, 15))
+    Cut(shape=(512, 512), strides=(7, 15), split=())
     >>> cut((512, 512), (1, 4))
-    Cut(shape=(512, 4, 128), strides=(15, 1, 7))
+    Cut(shape=(512, 4, 128), strides=(15, 1, 7), split=(1,))
     """
     axes: list[int] = []
-    within = []  # the axes that lie within one device
+    split: list[int] = []
     for size, pieces in zip(shape, shards or [1] * len(shape), strict=True):
         if pieces > 1 and size % pieces == 0:
-            axes.append(pieces)
-            size //= pieces
-        within.append(len(axes))
-        axes.append(size)
-    found = Cut(tuple(axes), (1,) * len(axes))
+            split.append(len(axes))
+            axes += [pieces, size // pieces]
+        else:
+            axes.append(size)
+    within = [axis for axis in range(len(axes)) if axis not in split]
+    found = Cut(tuple(axes), (1,) * len(axes), tuple(split))
     while found.size > SAMPLE_SIZE and any(found.left[axis] > 1 for axis in within):
         longest = max(within, key=lambda axis: (found.left[axis], axis))
         strides = list(found.strides)
@@ -116,9 +126,9 @@ def sample(
             samples.append(_sampled(part.values, cuts[part.members[0]], target))
     order = layout(parts, len(weights))
     absent = order[sum(len(part.members) for part in parts) :]
-    missing = sum(cuts[i].size for i in absent)
-    before = [_sampled(weights[i], cuts[i], target) for i in order]
-    return _together([*samples, ops.zeros((missing,), "float32"), *before])
+    samples += [ops.zeros(cuts[i].of_sample, "float32") for i in absent]
+    before = sample_weights(weights, cuts, order, target)
+    return ops.concatenate([_together(samples), before])
 
 
 def sample_weights(
@@ -129,14 +139,37 @@ def sample_weights(
 
 
 def _sampled(values: Gradient, cut: Cut, target: str) -> Tensor:
-    if len(cut.shape) > len(values.shape):
+    if cut.split:
         values = ops.reshape(values, cut.shape)
+    found = _backend.gradient_sample(values, cut.strides, target)
+    if cut.split:
+        others = [axis for axis in range(len(cut.shape)) if axis not in cut.split]
+        found = ops.transpose(found, [*cut.split, *others])
     # A sparse gradient's number of rows is only known at run time.
-    return ops.reshape(_backend.gradient_sample(values, cut.strides, target), (cut.size,))
+    return ops.reshape(found, cut.of_sample)
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:
-    return ops.cast(ops.concatenate(samples), "float32")
+    """float32[n]: samples one after the other; of those in equally many pieces, piece by piece.
+
+    So a device puts its pieces of all variables together, and they are collected in one go.
+    """
+    joined = [ops.concatenate(some, axis=-1) for some in _by_pieces(samples)]
+    vectors = [on_every_device(ops.reshape(x, (-1,)) if len(x.shape) > 1 else x) for x in joined]
+    return ops.cast(ops.concatenate(vectors) if len(vectors) > 1 else vectors[0], "float32")
+
+
+def _rows(cuts: Sequence[Cut], order: Sequence[int]) -> np.ndarray:
+    """int32[n]: the variable that each value of `_together` is of."""
+    rows = [np.full(cuts[i].of_sample, i, "int32") for i in order]
+    return np.concatenate([np.concatenate(some, axis=-1).ravel() for some in _by_pieces(rows)])
+
+
+def _by_pieces(samples: Sequence[Any]) -> list[list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for each in samples:
+        groups.setdefault(tuple(each.shape[:-1]), []).append(each)
+    return list(groups.values())
 
 
 def measure_sample(
@@ -158,8 +191,7 @@ def measure_sample(
     gradient, weights = before[: sum(sizes)], before[sum(sizes) :]
     update = ops.subtract(after, weights)
     unmoved = ops.logical_and(ops.not_equal(gradient, 0.0), ops.equal(update, 0.0))
-    first_key = np.repeat(np.array(order, "int32") * _KEYS, [sizes[i] for i in order])
-    first_key = ops.convert_to_tensor(first_key, "int32")
+    first_key = ops.convert_to_tensor(_rows(cuts, order) * _KEYS, "int32")
     row = ops.arange(len(COLUMNS) + 1, dtype="int32")[:, None]
     keys = _chosen(row, [WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE, len(COLUMNS) + _bin(gradient)])
     values = [ops.square(after), ops.square(update), ops.cast(unmoved, "float32"), 1.0]

@@ -13,7 +13,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
-from kmp._keras.optimizer import shards_of
+from kmp._keras.optimizer import on_every_device, shards_of
 from kmp.health.plan import Divide, Kind, Look, MeasurePlan, look, take_sample
 from kmp.health.reduce import Part
 from kmp.precision.trees import map_gradients
@@ -193,7 +193,9 @@ class ScaledStep:
         return rows
 
     def _weights(self) -> list[Tensor]:
-        return [ops.convert_to_tensor(v) for v in self.variables]
+        weights = [ops.convert_to_tensor(v) for v in self.variables]
+        splits = (max(shards, default=1) > 1 for shards in self.plan.shards)
+        return [x if split else on_every_device(x) for x, split in zip(weights, splits, strict=True)]
 
 
 def _unscaled(

@@ -69,19 +69,31 @@ def test_bins_are_the_exponents_of_the_scaled_gradient(mode):
     weight = keras.Variable(np.zeros(len(values), "float32"))
 
     def measure(gradient):
-        before = _sample.sample(gather([gradient], [len(values)]), [weight.value])
+        cuts = [_sample.cut(weight.shape)]
+        before = _sample.sample(gather([gradient], [len(values)]), [weight.value], cuts)
         after = ops.zeros((len(values),), "float32")
-        return _sample.measure_sample(before, after, [weight.shape], [0])
+        return _sample.measure_sample(before, after, cuts, [0])
 
     measured = compiled(measure, mode)(ops.convert_to_tensor(values.astype("float32")))
     bins = ops.convert_to_numpy(measured)[0, 3:]
     np.testing.assert_array_equal(bins, bins_by_numpy(values))
 
 
+# As `keras.distribution` may split the variables of the next test: not at all, or some in several
+# pieces of their own, of which two have equally many.
+SPLITS = [
+    None,
+    [(2, 1), (4, 7), (), (1,), (2, 1), (1, 1)],
+    [(1, 1), (8, 1), (), (7,), (2, 3), (3, 2)],
+]
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=["whole", "split", "split otherwise"])
 @pytest.mark.parametrize("mode", MODES)
-def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
+def test_norms_of_weights_and_updates_and_what_did_not_move(mode, splits):
     random = np.random.default_rng(2)
     shapes = [(4, 3), (80, 70), (), (7,), (2, 6), (3, 4)]
+    cuts = list(map(_sample.cut, shapes, splits or [()] * len(shapes)))
     sizes = [math.prod(shape) for shape in shapes]
     after = [random.normal(size=shape).astype("float32") for shape in shapes]
     update = [random.normal(size=shape).astype("float32") * 1e-3 for shape in shapes]
@@ -95,7 +107,8 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
     earlier = [keras.Variable(b) for b in before]
 
     def measure(present):
-        parts = gather([*present[:2], None, *present[2:]], sizes)
+        split = [bool(cut.split) for cut in cuts]
+        parts = gather([*present[:2], None, *present[2:]], sizes, alone=split)
         sample = _sample.sample(parts, [v.value for v in earlier], cuts)
         order = _sample.layout(parts, len(sizes))
         after = _sample.sample_weights([v.value for v in variables], cuts, order)
@@ -103,8 +116,8 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
 
     present = [ops.convert_to_tensor(g) for g in gradients if g is not None]
     measured = ops.convert_to_numpy(compiled(measure, mode)(present))
-    for row, a, b in zip(measured, after, before, strict=True):
-        every = slices(_sample.cut(a.shape))
+    for row, a, b, cut in zip(measured, after, before, cuts, strict=True):
+        every, a, b = slices(cut), np.reshape(a, cut.shape), np.reshape(b, cut.shape)
         of_whole = math.sqrt(a.size / a[every].size)
         # Float32 sums of squares, most of at most 12; the update is a difference, exact as stored.
         for found, numbers in ((row[0], a[every]), (row[1], (a - b)[every])):
