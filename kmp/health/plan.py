@@ -112,6 +112,11 @@ class MeasurePlan:
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
+    def split(self) -> tuple[bool, ...]:
+        """Whether each variable is split over devices."""
+        return tuple(max(shards, default=1) > 1 for shards in self.shards)
+
+    @property
     def cuts(self) -> tuple[details.Cut, ...]:
         """How each variable is sampled."""
         return tuple(map(details.cut, self.shapes, self.shards))
@@ -122,8 +127,7 @@ class MeasurePlan:
         Args:
             gradients: one for each variable, or None.
         """
-        split = [max(shards, default=1) > 1 for shards in self.shards]
-        return gather(gradients, self.sizes, self.kinds, split)
+        return gather(gradients, self.sizes, self.kinds, self.split)
 
     def of_gradients(self, table: Tensor) -> Tensor:
         """Return `[num_variables, ...]` with zeros in the rows of values that are not gradients."""

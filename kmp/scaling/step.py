@@ -193,9 +193,8 @@ class ScaledStep:
         return rows
 
     def _weights(self) -> list[Tensor]:
-        weights = [ops.convert_to_tensor(v) for v in self.variables]
-        splits = (max(shards, default=1) > 1 for shards in self.plan.shards)
-        return [x if split else on_every_device(x) for x, split in zip(weights, splits, strict=True)]
+        pairs = zip(map(ops.convert_to_tensor, self.variables), self.plan.split, strict=True)
+        return [x if split else on_every_device(x) for x, split in pairs]
 
 
 def _unscaled(
