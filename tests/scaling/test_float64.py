@@ -17,9 +17,8 @@ def float64():
         return
     import jax
 
-    # Its name since JAX 0.8.
-    enable_x64 = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
-    with enable_x64(True):
+    named_since_0_8 = hasattr(jax, "enable_x64")
+    with (jax if named_since_0_8 else jax.experimental).enable_x64(True):
         yield
 
 
