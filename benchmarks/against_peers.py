@@ -253,7 +253,7 @@ def main() -> None:
     # XLA's CPU compiler has no product of float16 for attention.
     half = "bfloat16" if jax.default_backend() == "cpu" else "float16"
     names = ("transformer",) if arguments.smoke else MODELS
-    rounds, steps = (3, 2) if arguments.smoke else (arguments.rounds, arguments.steps)
+    rounds, steps = (2, 1) if arguments.smoke else (arguments.rounds, arguments.steps)
     results = {
         name: measure(name, half, rounds, steps)
         for name in names
