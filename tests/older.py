@@ -19,12 +19,12 @@ def of_keras(name):
 
 def muon(*args, **kwargs):
     """`keras.optimizers.Muon`; skips the test where Keras's cannot run."""
-    if keras.backend.backend() == "tensorflow" and _is_before("3.13.0"):
+    if keras.backend.backend() == "tensorflow" and is_before("3.13.0"):
         pytest.skip(f"Muon of Keras {keras.__version__} fails on TensorFlow; since 3.13 it runs")
     return keras.optimizers.Muon(*args, **kwargs)
 
 
-def _is_before(release):
+def is_before(release):
     return versions.release(keras.__version__) < versions.release(release)
 
 
@@ -38,7 +38,7 @@ def needs(feature):
 def since_keras(release, because):
     """Marks tests of something that Keras itself does otherwise before a release."""
     reason = f"before Keras {release} {because}; this is {keras.__version__}"
-    return pytest.mark.skipif(_is_before(release), reason=reason)
+    return pytest.mark.skipif(is_before(release), reason=reason)
 
 
 def installed(package):

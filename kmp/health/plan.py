@@ -6,6 +6,7 @@ functions here, and `_WAYS` has an entry for each target.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -106,17 +107,17 @@ class MeasurePlan:
     levels: bool
     max_abs: bool
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Each variable's number of elements."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
-    @property
+    @functools.cached_property
     def split(self) -> tuple[bool, ...]:
         """Whether each variable is split over devices."""
         return tuple(max(shards, default=1) > 1 for shards in self.shards)
 
-    @property
+    @functools.cached_property
     def cuts(self) -> tuple[details.Cut, ...]:
         """How each variable is sampled."""
         return tuple(map(details.cut, self.shapes, self.shards))

@@ -1,5 +1,8 @@
 """keras.distribution: one program over eight devices; a shard that overflows is everybody's."""
 
+import math
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -273,3 +276,43 @@ def test_bfloat16_weights_are_rounded_as_on_one_device(name, memory):
 
 def numbers_as_float32(variables):
     return [ops.convert_to_numpy(ops.cast(v, "float32")) for v in variables]
+
+
+def moved(optimizer, watch=False):
+    """Bytes that a compiled step gathers and permutes, with a kernel split over four devices."""
+    import jax
+
+    distribution = model_parallel(2, 4)
+    keras.distribution.set_distribution(distribution)
+    model = keras.Sequential([keras.Input((512,))])
+    model.add(keras.layers.Dense(2048, use_bias=False, name="first"))
+    model.add(keras.layers.Dense(UNITS, use_bias=False, name="second"))
+    model.compile(optimizer, "mse", auto_scale_loss=False)
+    data = np.zeros((BATCH, 512), "float32"), np.zeros((BATCH, UNITS), "float32")
+    model._symbolic_build(data_batch=data)
+    if watch:
+        optimizer.sample_gradients(1)
+    state = tuple(
+        [v.value for v in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+            model.metrics_variables,
+        )
+    )
+    rows = jax.sharding.PartitionSpec("batch")
+    rows = jax.sharding.NamedSharding(distribution.device_mesh.backend_mesh, rows)
+    data = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows) for x in data)
+    text = jax.jit(model.train_step, donate_argnums=0).lower(state, data).compile().as_text()
+    results = re.findall(r" = (.*?) (?:all-gather|all-to-all|collective-permute)\(", text)
+    shapes = [x for result in results for x in re.findall(r"[fs]32\[([\d,]*)\]", result)]
+    return sum(4 * math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+
+
+def test_watching_gathers_samples_and_no_kernel():
+    """Samples of at most 4,096 numbers of two gradients and, before and after, two weights."""
+    plain = moved(keras.optimizers.Adam())
+    watched = moved(kmp.scaled("adam"), watch=True)
+    samples = 3 * 2 * 4096 * 4
+    assert watched - plain <= samples < 512 * 2048 * 4 / 8

@@ -76,7 +76,7 @@ def test_exact_numbers_equal_those_of_one_process(hosts, alone, name, what):
 
 @every_distribution
 def test_both_round_bfloat16_by_the_same_numbers(hosts, name):
-    """An update of 1 + 2**-9 is 1 or 1 + 2**-7, by chance."""
+    """An update of 1 + 2**-8 is 1 or 1 + 2**-7, by chance."""
     found = hosts.found(name)["rounded"]
     (momentum,) = (x for path, x in found.items() if path.endswith("second_kernel_momentum"))
     ones = np.abs(momentum)[np.abs(momentum).round() == 1]
