@@ -2,7 +2,7 @@
 
     python benchmarks/against_peers.py            on one GPU: transformer of 116M, ResNet-50
     python benchmarks/against_peers.py --json     the same as JSON
-    python benchmarks/against_peers.py --smoke    a small transformer, a few steps, on any machine
+    python benchmarks/against_peers.py --smoke    a small transformer, two rows, on any machine
 
 Needs the extra `bench` (JAX, PyTorch, JMP, Flax, Optax); who is not installed is said to be so. All
 train the same shapes with Adam in one process, in turn, some steps at a time. The cost is the ratio
@@ -15,6 +15,7 @@ of the medians, scaled over unscaled, with the quartiles of the ratios of neighb
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -176,9 +177,9 @@ def torch_step(name: str, model_name: str, data, half: str) -> Run:
     return Run(run, wait, torch_models.num_parameters(model))
 
 
-def measure(model_name: str, half: str, rounds: int, steps: int) -> dict:
+def measure(model_name: str, half: str, rounds: int, steps: int, **size: int) -> dict:
     """Milliseconds of a step of each, and the ratio of each to its own unscaled step."""
-    build = models.MODELS[model_name]
+    build = functools.partial(models.MODELS[model_name], **size)
     keras.config.set_dtype_policy(f"mixed_{half}")
     _, *data = build()
     results: dict = {"missing": {}}
@@ -254,8 +255,9 @@ def main() -> None:
     half = "bfloat16" if jax.default_backend() == "cpu" else "float16"
     names = ("transformer",) if arguments.smoke else MODELS
     rounds, steps = (2, 1) if arguments.smoke else (arguments.rounds, arguments.steps)
+    size = {"size": 2} if arguments.smoke else {}
     results = {
-        name: measure(name, half, rounds, steps)
+        name: measure(name, half, rounds, steps, **size)
         for name in names
         if arguments.only in (None, name) or arguments.smoke
     }
