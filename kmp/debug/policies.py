@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from kmp._keras import give_policy, layers_of, parts_of, path_of
+from kmp.precision.policy import Policy
 from kmp.precision.trees import HALF_DTYPES
 
 
@@ -80,13 +81,13 @@ def under_map(
 
 @contextlib.contextmanager
 def _swapped(model: keras.Layer, choose: Callable[[keras.Layer], Any]) -> Iterator[None]:
-    """Weights stay what they are.
+    """Weights keep their dtype, and Keras casts them to that which a layer computes in.
 
     The setter of `dtype_policy` is not used: it would write into a map that the layers share.
     """
     layers = [layer for layer in layers_of(model) if _is_switchable(layer)]
     before = [layer.dtype_policy for layer in layers]
-    chosen = [choose(layer) for layer in layers]
+    chosen = [_on_weights_of(layer, choose(layer)) for layer in layers]
     try:
         for layer, policy in zip(layers, chosen, strict=True):
             give_policy(layer, policy)
@@ -94,6 +95,13 @@ def _swapped(model: keras.Layer, choose: Callable[[keras.Layer], Any]) -> Iterat
     finally:
         for layer, old in zip(layers, before, strict=True):
             give_policy(layer, old)
+
+
+def _on_weights_of(layer: keras.Layer, policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    """The policy with which a layer computes alike, but from weights in the dtype that it has."""
+    if policy.variable_dtype == layer.variable_dtype:
+        return policy
+    return Policy(layer.variable_dtype, policy.compute_dtype)
 
 
 def checked_policy(policy: str) -> str:

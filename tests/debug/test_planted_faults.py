@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from architectures import ARCHITECTURES, CURABLE, FAULTS, find, make, plant
 from keras import ops
+from oracle import few
 
 import kmp
 
@@ -79,6 +80,30 @@ def test_the_map_of_diagnose_cures(architecture, layer, fault):
         assert np.isfinite(new).all()
         if "bias" not in variable.path or architecture == "residual":
             assert (new != ops.convert_to_numpy(old)).any(), variable.path
+
+
+# But for "lstm", which Keras cannot build so.
+OF_HALF_WEIGHTS = [name for name in ARCHITECTURES if name != "lstm"]
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "p=bf16,c=f16"])
+@pytest.mark.parametrize("architecture", few(OF_HALF_WEIGHTS, "cnn"))
+def test_the_tools_work_on_bfloat16_weights(architecture, policy):
+    layer = ARCHITECTURES[architecture][2][0]
+    model, x, y = make(architecture, kmp.get_policy(policy), kmp.scaled("adam"))
+    before = [ops.copy(v.value) for v in model.variables]
+    assert kmp.debug.locate_nonfinite(model, x, y, loss_scale=LOSS_SCALE).phase is None
+    assert kmp.debug.diagnose(model, x, y).float32_layers == ()
+    assert kmp.debug.compare_precisions(model, x).output_sqnr > 50
+    assert kmp.debug.memory_report(model, len(x), x)
+    for old, variable in zip(before, model.variables, strict=True):
+        assert old.dtype == variable.value.dtype
+        np.testing.assert_array_equal(*(ops.convert_to_numpy(v) for v in (old, variable.value)))
+
+    plant(find(model, layer), "overflow")
+    report = kmp.debug.locate_nonfinite(model, x, y, loss_scale=LOSS_SCALE)
+    found = report.path and report.path.split(" ")[0].split("/")[-1]
+    assert found == (None if policy == "bfloat16" else layer), str(report)
 
 
 # What loss scaling cannot cure it must not hide, and what it does cure is no fault any more: the

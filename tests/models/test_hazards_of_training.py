@@ -177,6 +177,19 @@ def test_keras_still_moves_no_bfloat16_weight_with_adam():
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
 
 
+@pytest.mark.parametrize("kind", few([layers.LSTM, layers.GRU, layers.SimpleRNN], layers.LSTM))
+def test_keras_still_builds_no_recurrent_layer_in_bfloat16(kind):
+    """No backend decomposes a matrix in half precision. Converted from float32, it trains."""
+    with pytest.raises(Exception, match=r"(?i)bfloat16"):
+        keras.initializers.Orthogonal()((4, 4), "bfloat16")
+    model = keras.Sequential([keras.Input((3, 2)), kind(4), layers.Dense(2)])
+    kmp.to_mixed_precision(model, "bfloat16")
+    assert {v.dtype for v in model.layers[0].weights} == {"bfloat16"}
+    model.compile(kmp.scaled("adam", learning_rate=0.1), "mse")
+    losses = model.fit(np.ones((8, 3, 2)), np.ones((8, 2)), epochs=9, verbose=0).history["loss"]
+    assert losses[-1] < losses[0] / 2
+
+
 def test_loss_scaling_that_is_lost_on_reload():
     model = model_of(layers.Dense(8), loss="mse", optimizer=keras.optimizers.Adam())
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
