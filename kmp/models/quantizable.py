@@ -42,7 +42,8 @@ def _unfit(layer: Any) -> str:
     if layer.lora_enabled:
         return "LoRA"
     if layer.kernel.dtype != "float32":
-        return f"weights in {layer.kernel.dtype}"
+        dtype = layer.kernel.dtype
+        return f"weights in {dtype}: write kmp.to_mixed_precision(model, 'float32') before"
     return ""
 
 
