@@ -6,6 +6,9 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+# `make test` and `make test-oldest` compile as users do. The others leave out XLA's optimizations on
+# the CPU, which take time and change nothing that is tested there.
+QUICK = XLA_FLAGS=--xla_backend_optimization_level=0
 # What the oldest versions run: the contract, layers, callbacks, conversion, checkpoints.
 OLDEST = $(CORE) tests/layers tests/callbacks tests/models/test_convert.py tests/precision \
   tests/saved_files tests/scaling/test_checkpoint.py tests/scaling/test_optimizer.py \
@@ -25,8 +28,8 @@ test: $(VENV)/test.stamp lint
 # Everything, on three backends, and the oldest versions on one. CI runs this. What `make test` has
 # just run is left out.
 test-all: test test-oldest
-	KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "wide or slow"
-	KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
+	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "wide or slow"
+	$(QUICK) KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
 	KERAS_BACKEND=torch $(PYTEST) --durations=25
 
 # The oldest Keras and JAX that kmp runs on, without any other backend; see docs/versions.md.

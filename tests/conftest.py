@@ -5,12 +5,15 @@ import os
 import shutil
 import tempfile
 
+import processes
+
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # JAX would look for a TPU where its compiler is installed, and say that there is none.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Several host devices, so that distribution is tested on any machine.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+if processes.DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {processes.DEVICES}".strip()
 # PyTorch's threads wait busily, and there is a process for each core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Many tests compile the same small programs: one of them does it, in whatever process it runs.

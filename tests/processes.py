@@ -9,13 +9,15 @@ import sys
 import time
 
 TESTS = pathlib.Path(__file__).parent
+DEVICES = "--xla_force_host_platform_device_count=8"  # of the tests' own processes alone
 
 
 def environment(**changes):
     """This process's environment, from which the programs import what the tests import."""
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    names = ("XLA_FLAGS", "TF_CONFIG")  # of this process alone
-    inherited = {k: v for k, v in os.environ.items() if k not in names}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "TF_CONFIG")}
+    if flags := os.environ["XLA_FLAGS"].replace(DEVICES, "").strip():
+        inherited["XLA_FLAGS"] = flags
     return {**inherited, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2", **changes}
 
 

@@ -25,7 +25,8 @@ pytestmark = [
 def instructions(directory, optimizer, model="images"):
     """How often each instruction occurs in the optimised step with this optimizer, and the text."""
     hlo = directory / "hlo.txt"
-    run_all([[HERE / "tpu_step.py", optimizer, model, hlo]], [environment()], directory, TIMEOUT)
+    environ = environment(XLA_FLAGS="")
+    run_all([[HERE / "tpu_step.py", optimizer, model, hlo]], [environ], directory, TIMEOUT)
     text = hlo.read_text()
     names = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z][a-z0-9-]*)\(", text, re.MULTILINE)
     return {name: names.count(name) for name in names}, text
