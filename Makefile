@@ -6,8 +6,8 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
-# `make test` and `make test-oldest` compile as users do. The others leave out XLA's optimizations on
-# the CPU, which take time and change nothing that is tested there.
+# `make test` and `make test-oldest` compile as users do. The rest of `make test-all` leaves out what
+# XLA's CPU compiler does for speed, which takes a third of the time.
 QUICK = XLA_FLAGS=--xla_backend_optimization_level=0
 # What the oldest versions run: the contract, layers, callbacks, conversion, checkpoints.
 OLDEST = $(CORE) tests/layers tests/callbacks tests/models/test_convert.py tests/precision \

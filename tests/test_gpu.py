@@ -21,5 +21,5 @@ def test_every_part_runs_without_a_gpu():
 def test_without_a_gpu_it_says_what_to_write(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     script = ROOT / "benchmarks" / "gpu.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and "--smoke" in done.stderr

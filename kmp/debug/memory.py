@@ -16,6 +16,7 @@ from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import as_batch, call_model, check_replayable, forward
 from kmp.debug.stats import floats
+from kmp.precision.trees import HALF_DTYPES
 
 _HALF = "mixed_bfloat16"  # as many bytes as float16, and computed on every device
 
@@ -88,9 +89,10 @@ def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> Memory
 
     The hand count adds up what a step holds: parameters, gradients, optimizer slots, and the output
     of each layer. A compiler holds less where it fuses or recomputes, and more where it needs
-    scratch space: on JAX the step is compiled (not run) under float32 and mixed precision, and the
-    last column is XLA's own count. On other backends, and for pure half precision, there is only
-    the hand count. Layers that always compute in float32 are counted in float32.
+    scratch space: on JAX the step is compiled (not run) with the weights that the model has, and
+    the last column is XLA's own count. It is that of float32 and of mixed precision if all weights
+    are in float32, and else that of pure half precision. On other backends there is only the hand
+    count. Layers that always compute in float32 are counted in float32.
 
     Args:
         model: a built model. Slots are counted if it is compiled.
@@ -132,19 +134,23 @@ def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> Memory
     samples = keras.tree.flatten(sample)[0].shape[0]
     specs = [((batch_size, *each.shape[1:]), each.dtype) for each in keras.tree.flatten(sample)]
     activations, compiled = {}, {}
+    half = any(v.dtype in HALF_DTYPES for v in model.variables)
     with Preserved(model) as preserved:
         for policy in ("float32", _HALF):
             preserved.restore()
             with under(model, policy):
                 activations[policy] = _activation_bytes(model, sample) * batch_size // samples
-                compiled[policy] = _backend.compiled_bytes(model, specs, _loss_of(model, sample))
-    return MemoryReport(batch_size, _rows_of(model, activations, compiled))
+                if policy == _HALF or not half:
+                    loss = _loss_of(model, sample)
+                    compiled[policy] = _backend.compiled_bytes(model, specs, loss)
+    by_row = (None, None, compiled[_HALF]) if half else (*compiled.values(), None)
+    return MemoryReport(batch_size, _rows_of(model, activations, by_row))
 
 
 def _rows_of(
-    model: keras.Model, activations: dict[str, int], compiled: dict[str, int | None]
+    model: keras.Model, activations: dict[str, int], compiled: tuple[int | None, ...]
 ) -> tuple[MemoryUse, ...]:
-    """The three rows, from the bytes of activations and XLA's count by policy."""
+    """The three rows, from the bytes of activations by policy and XLA's counts by row."""
     floating = [v for v in model.variables if keras.backend.is_float_dtype(v.dtype)]
     numbers = sum(math.prod(v.shape) for v in floating)
     kept = {id(v) for v in floating}
@@ -164,9 +170,9 @@ def _rows_of(
         return MemoryUse(name, parameters, number * trained, kept, held, xla)
 
     return (
-        use("float32", "float32", 4, 4, compiled["float32"]),
-        use("mixed half", _HALF, 4 + 2, 4, compiled[_HALF]),
-        use("pure half", _HALF, 2, 2, None),
+        use("float32", "float32", 4, 4, compiled[0]),
+        use("mixed half", _HALF, 4 + 2, 4, compiled[1]),
+        use("pure half", _HALF, 2, 2, compiled[2]),
     )
 
 

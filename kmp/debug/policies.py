@@ -81,7 +81,7 @@ def under_map(
 
 @contextlib.contextmanager
 def _swapped(model: keras.Layer, choose: Callable[[keras.Layer], Any]) -> Iterator[None]:
-    """Weights keep their dtype, and Keras casts them to that which a layer computes in.
+    """Weights keep their dtype; Keras casts them to the layer's compute dtype.
 
     The setter of `dtype_policy` is not used: it would write into a map that the layers share.
     """
@@ -98,7 +98,7 @@ def _swapped(model: keras.Layer, choose: Callable[[keras.Layer], Any]) -> Iterat
 
 
 def _on_weights_of(layer: keras.Layer, policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """The policy with which a layer computes alike, but from weights in the dtype that it has."""
+    """Return a policy with this one's compute dtype, for weights in the dtype of the layer's."""
     if policy.variable_dtype == layer.variable_dtype:
         return policy
     return Policy(layer.variable_dtype, policy.compute_dtype)

@@ -43,7 +43,7 @@ def _unfit(layer: Any) -> str:
         return "LoRA"
     if layer.kernel.dtype != "float32":
         dtype = layer.kernel.dtype
-        return f"weights in {dtype}: write kmp.to_mixed_precision(model, 'float32') before"
+        return f"weights in {dtype}: first write kmp.to_mixed_precision(model, 'float32')"
     return ""
 
 

@@ -45,7 +45,7 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     as_bits = _backend.bitcast(x, "int32")
     to_largest = _LARGEST - ops.bitwise_and(as_bits, _MAGNITUDE)  # below 0 for inf and NaN
     noise = ops.minimum(ops.bitwise_and(bits, _LOWER_HALF), ops.maximum(to_largest, 0))
-    # The noise never reaches the sign; of NaN the upper half is NaN, as arithmetic makes it.
+    # The noise never reaches the sign. A NaN that arithmetic makes has bits in the upper half.
     rounded = ops.bitwise_and(as_bits + noise, _UPPER_HALF)
     return ops.cast(_backend.bitcast(rounded, "float32"), "bfloat16")
 

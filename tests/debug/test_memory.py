@@ -190,3 +190,17 @@ def test_slots_are_counted_as_they_were_chosen(memory, slots):
     parameters = 16 * 32 + 32
     found = [row.slots / parameters for row in kmp.debug.memory_report(model, 4).rows]
     assert found == list(slots)
+
+
+@pytest.mark.only("jax")
+def test_what_xla_counts_is_of_the_weights_that_there_are():
+    model = keras.Sequential([keras.Input((64,)), layers.Dense(512), layers.Dense(10)])
+    model.compile("adam", "mse")
+
+    def counted():
+        return [row.compiled is not None for row in kmp.debug.memory_report(model, 8).rows]
+
+    assert counted() == [True, True, False]
+    kmp.to_mixed_precision(model, "bfloat16")
+    assert {v.dtype for v in model.layers[0].weights} == {"bfloat16"}
+    assert counted() == [False, False, True]

@@ -82,7 +82,7 @@ def test_the_map_of_diagnose_cures(architecture, layer, fault):
             assert (new != ops.convert_to_numpy(old)).any(), variable.path
 
 
-# But for "lstm", which Keras cannot build so.
+# All but the LSTM, which Keras cannot build in bfloat16.
 OF_HALF_WEIGHTS = [name for name in ARCHITECTURES if name != "lstm"]
 
 

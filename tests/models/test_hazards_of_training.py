@@ -177,11 +177,18 @@ def test_keras_still_moves_no_bfloat16_weight_with_adam():
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
 
 
-@pytest.mark.parametrize("kind", few([layers.LSTM, layers.GRU, layers.SimpleRNN], layers.LSTM))
+RECURRENT = few([layers.LSTM, layers.GRU, layers.SimpleRNN], layers.LSTM)
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
 def test_keras_still_builds_no_recurrent_layer_in_bfloat16(kind):
-    """No backend decomposes a matrix in half precision. Converted from float32, it trains."""
+    """Their weights begin orthogonal, and no backend decomposes a matrix in half precision."""
     with pytest.raises(Exception, match=r"(?i)bfloat16"):
-        keras.initializers.Orthogonal()((4, 4), "bfloat16")
+        kind(4, dtype="bfloat16").build((None, 3, 2))
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_recurrent_layer_trains_in_bfloat16_once_converted(kind):
     model = keras.Sequential([keras.Input((3, 2)), kind(4), layers.Dense(2)])
     kmp.to_mixed_precision(model, "bfloat16")
     assert {v.dtype for v in model.layers[0].weights} == {"bfloat16"}

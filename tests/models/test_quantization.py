@@ -125,7 +125,7 @@ def test_models_that_cannot_be_prepared_are_refused():
     refuses(layers.Dense(2), "must be a keras.Model", TypeError)
     refuses(keras.Sequential([layers.Dense(2)]), "must be built")
     half = keras.Sequential([keras.Input((3,)), layers.Dense(2, dtype="float16")])
-    refuses(half, "weights in float16: write kmp.to_mixed_precision")
+    refuses(half, "weights in float16: first write kmp.to_mixed_precision")
     quiet = Subclassed(hands_on_training=False)
     quiet(IMAGES)
     refuses(quiet, "Layers must be told that they train")
