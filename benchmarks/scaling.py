@@ -29,6 +29,9 @@ from kmp.cli.doctor import environment, environment_line
 BATCH = 32
 
 
+sys.setrecursionlimit(100_000)  # Keras walks a model recursively
+
+
 def measure(layers: int, width: int, variant: str, steps: int) -> tuple[float, float]:
     """CPU seconds of the first step, compilation included, and of one of the steps after it."""
     keras.utils.set_random_seed(0)

@@ -50,25 +50,26 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
     [5.0, 4.0, 0.5, 0.0]
     """
 
-    def look(values: Tensor) -> Columns:
-        if keras.backend.standardize_dtype(values.dtype) != "float64":
-            values = ops.cast(values, "float32")
-        finite = ops.isfinite(values)  # before the cast: a finite float64 may be inf in float32
-        clean = ops.cast(ops.where(finite, values, 0.0), "float32")
-        nonzero, nonfinite = ops.not_equal(values, 0.0), ops.logical_not(finite)
-        counted = (ops.cast(x, "int32") for x in (nonzero, nonfinite))
-        return ops.square(clean), ops.abs(clean), *counted
-
     def join(columns: Columns) -> Tensor:
         return ops.stack([ops.cast(x, "float32") for x in columns], axis=1)
 
-    table = reduce_parts(look, join, parts, len(sizes), together)
+    table = reduce_parts(_look_at_levels, join, parts, len(sizes), together)
     squares, max_abs, nonzero, nonfinite = (table[:, i] for i in range(4))
     present = {i for part in parts for i in part.members}
     whole = np.array([n if i in present else 0 for i, n in enumerate(sizes)])
     whole = ops.convert_to_tensor(whole.astype("float32"))
     zero_share = (whole - nonzero) / ops.maximum(whole, 1.0)
     return ops.stack([ops.sqrt(squares), max_abs, zero_share, nonfinite], axis=1)
+
+
+def _look_at_levels(values: Tensor) -> Columns:
+    if keras.backend.standardize_dtype(values.dtype) != "float64":
+        values = ops.cast(values, "float32")
+    finite = ops.isfinite(values)  # before the cast: a finite float64 may be inf in float32
+    clean = ops.cast(ops.where(finite, values, 0.0), "float32")
+    nonzero, nonfinite = ops.not_equal(values, 0.0), ops.logical_not(finite)
+    counted = (ops.cast(x, "int32") for x in (nonzero, nonfinite))
+    return ops.square(clean), ops.abs(clean), *counted
 
 
 def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False) -> Tensor:
@@ -85,15 +86,16 @@ def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False
         finite = _backend.are_finite(values, [part.stacked for part in parts])
         return in_rows(ops.cast(ops.logical_not(finite), "float32"), order, number)
 
-    def look(values: Tensor) -> Columns:
-        # `_backend.reduce_columns` needs two columns on CPUs, and both must be used.
-        nonfinite = ops.cast(ops.logical_not(ops.isfinite(values)), "int32")
-        return nonfinite, nonfinite
-
     def join(columns: Columns) -> Tensor:
         return ops.maximum(*columns)
 
-    return ops.cast(reduce_parts(look, join, parts, number, together), "float32")
+    return ops.cast(reduce_parts(_look_for_nonfinite, join, parts, number, together), "float32")
+
+
+def _look_for_nonfinite(values: Tensor) -> Columns:
+    # `_backend.reduce_columns` needs two columns on CPUs, and both must be used.
+    nonfinite = ops.cast(ops.logical_not(ops.isfinite(values)), "int32")
+    return nonfinite, nonfinite
 
 
 def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:

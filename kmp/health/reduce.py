@@ -4,6 +4,7 @@ XLA runs one or two reductions per gradient, so compile time and number of kerne
 grow with the number of variables.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -147,4 +148,12 @@ def _reduced(kind: str, look: Callable[[Tensor], Columns], parts: Sequence[Part]
         stacked = ops.stack(values)
     else:
         stacked = ops.concatenate(values) if len(values) > 1 else values[0]
-    return _backend.reduce_columns(look(stacked), tuple(range(1, len(stacked.shape))))
+    return _reducer(look, tuple(range(1, len(stacked.shape))))(stacked)
+
+
+@functools.cache
+def _reducer(
+    look: Callable[[Tensor], Columns], axes: tuple[int, ...]
+) -> Callable[[Tensor], Columns]:
+    """The reduction that JAX traces and lowers once for all gradients of one shape."""
+    return _backend.compiled(lambda x: _backend.reduce_columns(look(x), axes))
