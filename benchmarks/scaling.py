@@ -1,20 +1,23 @@
-"""What loss scaling and gradient health cost as models grow: first step, and the steps after it.
+"""What loss scaling and gradient health cost as models grow: first step, later steps, reading.
 
-    KERAS_BACKEND=jax python benchmarks/scaling.py                         a table
-    KERAS_BACKEND=tensorflow python benchmarks/scaling.py --layers 100 --json
+    KERAS_BACKEND=jax python benchmarks/scaling.py                              a table
+    KERAS_BACKEND=tensorflow python benchmarks/scaling.py --layers 100 --width --json
 
 Models of many small layers show the cost of a variable, which is that of compiling; those of few
-large ones that of a parameter. Each first step is a process of its own (median CPU seconds of all
-rounds); the steps after it are in that process too, so their ratios are of neither neighbours nor
-the same memory, and coarser than those of `step_overhead.py`.
+large ones that of a parameter. Small layers stand in chains of at most 50, side by side, whose
+outputs are added. Each first step is a process of its own (median CPU seconds of all rounds); the
+steps after it are in that process too, so their ratios are of neither neighbours nor the same
+memory, and coarser than those of `step_overhead.py`.
 """
 
 import argparse
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # keep TensorFlow's start-up quiet
@@ -26,43 +29,77 @@ from variants import VARIANTS
 import kmp
 from kmp.cli.doctor import environment, environment_line
 
-BATCH = 32
+BATCH, DEPTH = 32, 50
 
 
-sys.setrecursionlimit(100_000)  # Keras walks a model recursively
+def model_of(layers: int, width: int) -> keras.Model:
+    """Dense layers, in chains side by side."""
+    x = inputs = keras.Input((width,))
+    ends = []
+    for first in range(0, layers, DEPTH):
+        x = inputs
+        for _ in range(first, min(first + DEPTH, layers)):
+            x = keras.layers.Dense(width, activation="tanh")(x)
+        ends.append(x)
+    return keras.Model(inputs, keras.layers.Add()(ends) if len(ends) > 1 else x)
 
 
-def measure(layers: int, width: int, variant: str, steps: int) -> tuple[float, float]:
-    """CPU seconds of the first step, compilation included, and of one of the steps after it."""
+def measure(layers: int, width: int, variant: str, steps: int) -> list[float]:
+    """What a run of one variant takes.
+
+    Returns:
+        CPU seconds of the first step, with tracing and compilation, and of one of the steps after
+        it; if watched, also those of reading and writing one report, and the bytes that one takes
+        in TensorBoard's file.
+    """
     keras.utils.set_random_seed(0)
-    hidden = [keras.layers.Dense(width, activation="tanh") for _ in range(layers)]
-    model = keras.Sequential([keras.Input((width,)), *hidden])
+    model = model_of(layers, width)
+    optimizer = VARIANTS[variant](keras.optimizers.Adam(1e-4))
     model.compile(
-        VARIANTS[variant](keras.optimizers.Adam(1e-4)),
-        "mse",
-        jit_compile=keras.backend.backend() != "torch",
-        auto_scale_loss=False,
+        optimizer, "mse", jit_compile=keras.backend.backend() != "torch", auto_scale_loss=False
     )
-    callbacks = [kmp.callbacks.GradientHealth()] if variant == "watched" else []
 
-    def fit(number: int) -> float:
-        x = np.zeros((BATCH * number, width), "float32")
+    def fit(number: int, *callbacks: keras.callbacks.Callback) -> float:
+        watching = [kmp.callbacks.GradientHealth()] if variant == "watched" else []
+        x = np.random.default_rng(0).normal(size=(BATCH * number, width)).astype("float32")
         start = time.process_time()
-        model.fit(x, x, batch_size=BATCH, verbose=0, callbacks=callbacks)
+        model.fit(x, x, batch_size=BATCH, verbose=0, callbacks=[*watching, *callbacks])
         return time.process_time() - start
 
-    first = fit(1)
+    found = [fit(1)]
     fit(100)  # each of the first hundred steps is measured
-    return first, fit(steps) / steps
+    found.append(fit(steps) / steps)
+    if variant == "watched":
+        with tempfile.TemporaryDirectory() as folder:
+            writing = kmp.callbacks.GradientHealth(log_dir=folder, update_freq=1)
+            seconds = fit(steps, writing)
+            written = sum(x.stat().st_size for x in pathlib.Path(folder).rglob("*") if x.is_file())
+        found += [seconds / steps - found[1], written / steps]
+    return found
 
 
-def in_a_process(layers: int, width: int, variant: str, steps: int) -> tuple[float, float]:
+def in_a_process(layers: int, width: int, variant: str, steps: int) -> list[float]:
     """`measure`, where nothing has been compiled or allocated yet."""
     numbers = [str(x) for x in (layers, width, steps)]
     command = [sys.executable, __file__, "--one", variant, *numbers]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    first, step = done.stdout.split()[-2:]
-    return float(first), float(step)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(results: list[dict]) -> None:
+    """Print the ratios to plain Adam."""
+    others = list(VARIANTS)[1:]
+    print(
+        f"{'variables':>9} {'parameters':>10}  {'':10} {'plain':>10}", *(f"{v:>8}" for v in others)
+    )
+    for row in results:
+        start = f"{row['variables']:>9} {row['parameters']:>10}"
+        for i, name, unit, factor in ((0, "first step", "s", 1), (1, "step", "ms", 1e3)):
+            plain = row["plain"][i]
+            cells = " ".join(f"{row[v][i] / plain:>8.2f}" for v in others)
+            print(f"{start}  {name:10} {factor * plain:>7.2f} {unit:2} {cells}")
+        _, _, seconds, written = row["watched"]
+        print(f"{start}  a report: {1e3 * seconds:.1f} ms, {written / 1e3:.1f} kB in TensorBoard")
 
 
 def main() -> None:
@@ -82,19 +119,19 @@ def main() -> None:
     if arguments.one:
         variant, *numbers = arguments.one
         layers, width, steps = map(int, numbers)
-        print(*measure(layers, width, variant, steps))
+        print(json.dumps(measure(layers, width, variant, steps)))
         return
     shapes = [(n, 16) for n in arguments.layers] + [(2, width) for width in arguments.width]
     results = []
     for layers, width in shapes:
         found: dict[str, list] = {variant: [] for variant in VARIANTS}
         for _ in range(arguments.rounds):
-            for variant, seconds in found.items():
+            for variant, figures in found.items():
                 print(f"\r{layers} x {width}: {variant}", end=" " * 9, file=sys.stderr)
-                seconds.append(in_a_process(layers, width, variant, arguments.steps))
+                figures.append(in_a_process(layers, width, variant, arguments.steps))
         row = {
-            variant: [statistics.median(column) for column in zip(*seconds, strict=True)]
-            for variant, seconds in found.items()
+            variant: [statistics.median(column) for column in zip(*figures, strict=True)]
+            for variant, figures in found.items()
         }
         parameters = layers * width * (width + 1)
         results.append({"variables": 2 * layers, "parameters": parameters, **row})
@@ -104,18 +141,7 @@ def main() -> None:
         print(json.dumps({"environment": facts, "results": results}))
         return
     print(environment_line(facts))
-    others = list(VARIANTS)[1:]
-    print(
-        f"{'variables':>9} {'parameters':>10}  {'':10} {'plain':>10}", *(f"{v:>8}" for v in others)
-    )
-    for row in results:
-        for i, name, unit, factor in ((0, "first step", "s", 1), (1, "step", "ms", 1e3)):
-            plain = row["plain"][i]
-            cells = " ".join(f"{row[v][i] / plain:>8.2f}" for v in others)
-            print(
-                f"{row['variables']:>9} {row['parameters']:>10}  {name:10} "
-                f"{factor * plain:>7.2f} {unit:2} {cells}"
-            )
+    table(results)
 
 
 if __name__ == "__main__":

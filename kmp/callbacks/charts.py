@@ -43,7 +43,7 @@ _DESCRIPTIONS = {
     "change; mean of the variables.",
     "mixed_precision/verdict": "0 healthy, 1 calibrating, 2 underflow, 3 unstable, 4 stalled, "
     "5 collapsed, 6 forward NaN; the worst since the last epoch's end.",
-    "mixed_precision/report": "The verdict, and the gradient of each variable, at this step.",
+    "mixed_precision/report": "The verdict, and the gradients to look at first, at this step.",
     "mixed_precision/variables": "The gradient of each variable at this step.",
     "grad/global_norm": "l2 norm of the gradient over all variables, divided by the loss scale.",
     "grad/max_abs": "Largest absolute value of any gradient, divided by the loss scale.",

@@ -65,7 +65,7 @@ class Dashboard:
     def write(self, report: GradientReport, verdict: Verdict, update_ratio: float) -> None:
         """Write one look: the report, what it was judged, and its median log10 update ratio."""
         self._writer.scalars(_scalars(report, verdict, update_ratio), report.step)
-        text = f"**{verdict}**\n\n```\n{report}\n```"
+        text = f"**{verdict}**\n\n```\n{report.summary()}\n```"
         self._writer.text("mixed_precision/report", text, report.step)
         overflows = report.matrix[:, OVERFLOW_STEPS]
         self._history.append(

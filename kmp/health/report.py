@@ -190,20 +190,29 @@ class GradientReport:
         order = np.lexsort((-distance, -place, -overflows))
         return [self.paths[i] for i in order[:n]]
 
-    def __str__(self) -> str:
+    def summary(self, n: int = 20) -> str:
+        """Return the report as text, with a line for each of the `n` variables of `worst`."""
+        chosen = set(self.worst(n))
         rows = [["variable", "l2 norm", "max abs", "zeros", "non-finite", "overflows"]]
-        for path, (norm, peak, zeros, bad, overflows) in zip(self.paths, self.matrix, strict=True):
-            numbers = [f"{norm:.3g}", f"{peak:.3g}", f"{zeros:.1%}", f"{bad:.0f}"]
-            rows.append([path, *numbers, f"{overflows:.0f}"])
+        for path, row in zip(self.paths, self.matrix.tolist(), strict=True):
+            if path in chosen:
+                norm, peak, zeros, bad, overflows = row
+                numbers = [f"{norm:.3g}", f"{peak:.3g}", f"{zeros:.1%}", f"{bad:.0f}"]
+                rows.append([path, *numbers, f"{overflows:.0f}"])
         lines = [
             f"Gradient health after step {self.step}: loss scale {self.loss_scale:g}, "
             f"{self.skipped_steps} skipped ({self.consecutive_skips} in a row now), "
             f"gradient norm {self.grad_norm:.3g}, headroom {self.headroom_bits:.1f} bits",
             table(rows),
         ]
+        if len(chosen) < len(self.paths):
+            lines.append(f"and {len(self.paths) - len(chosen)} variables more")
         if self.overflowed:
             lines.append(f"Look first at: {', '.join(self.worst())}")
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.summary(len(self.paths))
 
 
 def _read_events(events: np.ndarray, paths: tuple[str, ...]) -> tuple[OverflowEvent, ...]:

@@ -8,10 +8,12 @@ import itertools
 import numbers
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from kmp.summaries.checks import check_layout, check_unicode, message
@@ -62,15 +64,13 @@ class SummaryWriter:
         if not path or "://" in path or os.path.isfile(path):
             expected = "`log_dir` must be a directory of the local file system"
             raise ValueError(message(expected, log_dir, 'log_dir="logs/run_1" and copy it later'))
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
         os.makedirs(path, exist_ok=True)
         name = (
             f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
             f".{next(_file_number):06d}.kmp"  # readers sort by name
         )
         # A record is one `write` of a buffered file: records of two threads do not mix.
-        self._records = RecordWriter(open(os.path.join(path, name), "xb"))  # noqa: SIM115
+        self._records = open(os.path.join(path, name), "xb")  # noqa: SIM115
         self._has_layout = False
         self._describe = describe
         self._described: set[str] = set()  # TensorBoard reads the first description of a tag
@@ -244,13 +244,13 @@ class SummaryWriter:
             for t, x in tensors.items()
         ]
         self._write(step=int(step), summary={"value": values})
-        self._described |= new.keys()
+        self._described.update(new)  # in place, which `|=` with a dict's keys is not
 
     def _write(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._check_open()
-        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.write(_record(Event(wall_time=time.time(), **fields).SerializeToString()))
 
     def _check_open(self) -> None:
         if self._records.closed:
@@ -262,3 +262,15 @@ class SummaryWriter:
 
 def _string(content: bytes) -> dict[str, Any]:
     return {"dtype": "DT_STRING", "tensor_shape": {}, "string_val": [content]}
+
+
+def _record(content: bytes) -> bytes:
+    """TFRecord: the length, its checksum, the content, its checksum."""
+    length = struct.pack("<Q", len(content))
+    return length + _checksum(length) + content + _checksum(content)
+
+
+def _checksum(content: bytes) -> bytes:
+    # tensorboard's own is in Python, and took four fifths of the time of a look at many variables.
+    crc = google_crc32c.value(content)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -2,6 +2,7 @@
 
 import builtins
 import io
+import math
 import shutil
 import subprocess
 import urllib.parse
@@ -10,12 +11,13 @@ import keras
 import numpy as np
 import pytest
 from PIL import Image
-from test_summaries import tensorboard_server
+from test_summaries import read_values, tensorboard_server
 
 import kmp
 from kmp.callbacks import dashboard
 from kmp.callbacks.charts import LAYOUT
 from kmp.callbacks.heat_map import Look, heat_map
+from kmp.callbacks.verdict import Verdict
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step")
 RED, LINE = (220, 20, 20), (255, 112, 67)  # of the heat map; of TensorBoard's first run
@@ -181,6 +183,18 @@ def test_the_figure_has_room_for_all_variables(rows):
     looks = [Look(i, np.ones(rows, "float32"), np.zeros(rows, bool)) for i in range(2)]
     image = Image.open(io.BytesIO(heat_map(paths, looks)[0]))
     assert image.size[0] == 900 and 160 < image.size[1] <= 10_200
+
+
+def test_each_look_at_many_variables_has_a_short_report(tmp_path):
+    paths = tuple(f"dense_{i}/kernel" for i in range(100))
+    report = kmp.GradientReport(paths, np.ones((100, 5), "float32"), 1024.0, 10, 0, 0)
+    board = dashboard.Dashboard(tmp_path)
+    board.write(report, Verdict("HEALTHY"), math.nan)
+    board.close()
+    texts = {tag: str(array) for _, tag, _, array in read_values(tmp_path) if "mixed" in tag}
+    assert "and 80 variables more" in texts["mixed_precision/report"]
+    assert texts["mixed_precision/report"].count("/kernel") == 20 + 3  # the last three by name
+    assert texts["mixed_precision/variables"].count("/kernel") == 100
 
 
 def test_an_overflow_of_an_earlier_fit_is_not_red(tmp_path, monkeypatch):

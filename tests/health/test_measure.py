@@ -220,6 +220,14 @@ def test_printing_says_what_matters():
     assert len({len(line) for line in lines[1:4]}) == 1
 
 
+def test_a_summary_has_the_variables_to_look_at_first():
+    rows = [row(1), row(2), row(2.0**-30), row(2.0**20)]
+    lines = report(rows).summary(2).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["variable", "c", "d", "and"]
+    assert lines[-1] == "and 2 variables more"
+    assert report(rows).summary() == str(report(rows))
+
+
 def test_printing_without_overflows_blames_nobody():
     assert "Look first" not in str(report([row(1)]))
 
