@@ -43,8 +43,8 @@ class Backend(Protocol):
             *tensors: handed to it.
         """
 
-    def compiled(self, function: Callable) -> Callable:
-        """A function of tensors as one program, where each operation would be one otherwise."""
+    def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
+        """A function as one program of tensors, and of `static` arguments at these places."""
 
     def writes_logs(self, model: Any) -> bool:
         """Whether this process is the one that writes event files for the model."""

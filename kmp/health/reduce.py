@@ -148,12 +148,10 @@ def _reduced(kind: str, look: Callable[[Tensor], Columns], parts: Sequence[Part]
         stacked = ops.stack(values)
     else:
         stacked = ops.concatenate(values) if len(values) > 1 else values[0]
-    return _reducer(look, tuple(range(1, len(stacked.shape))))(stacked)
+    return _reduced_rows(look, stacked)
 
 
-@functools.cache
-def _reducer(
-    look: Callable[[Tensor], Columns], axes: tuple[int, ...]
-) -> Callable[[Tensor], Columns]:
-    """The reduction that JAX traces and lowers once for all gradients of one shape."""
-    return _backend.compiled(lambda x: _backend.reduce_columns(look(x), axes))
+@functools.partial(_backend.compiled, static=(0,))
+def _reduced_rows(look: Callable[[Tensor], Columns], stacked: Tensor) -> Columns:
+    """The columns of each row, which JAX traces and lowers once for all gradients of one shape."""
+    return _backend.reduce_columns(look(stacked), tuple(range(1, len(stacked.shape))))

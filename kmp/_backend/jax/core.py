@@ -21,9 +21,9 @@ def bitcast(x: Tensor, dtype: str) -> Tensor:
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def compiled(function: Callable) -> Callable:
+def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
     # JAX would compile each of its operations.
-    return jax.jit(function)
+    return jax.jit(function, static_argnums=tuple(static))
 
 
 def flags(

@@ -1,5 +1,6 @@
 """The PyTorch side of `kmp._backend`."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,7 +99,19 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
 
 def run_step(step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]) -> None:
     # DistributedDataParallel has summed the gradients.
-    step(default.OneReplica(_update_if), gradients, variables)
+    compiles = torch.compiler.is_compiling()
+    _run_step(
+        step,
+        default.OneReplica(_update_if_compiled if compiles else _update_if),
+        gradients,
+        variables,
+    )
+
+
+# `torch.compile` would break its graph at each number that is read, and compile forty pieces.
+@torch.compiler.disable
+def _run_step(step: Callable[..., None], *args: Any) -> None:
+    step(*args)
 
 
 def _update_if(
@@ -106,6 +119,18 @@ def _update_if(
 ) -> None:
     if bool(keep):  # `flags` has brought it to the host
         inner.apply(gradients, variables)
+
+
+def _update_if_compiled(
+    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+) -> None:
+    if bool(keep):
+        _compiled_apply()(inner, gradients, variables)
+
+
+@functools.cache
+def _compiled_apply() -> Callable[..., None]:
+    return torch.compile(lambda inner, gradients, variables: inner.apply(gradients, variables))
 
 
 def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
