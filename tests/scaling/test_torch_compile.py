@@ -1,5 +1,7 @@
 """What `model.compile(jit_compile=True)` compiles on PyTorch, where it means `torch.compile`."""
 
+import shutil
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import kmp
 pytestmark = [
     pytest.mark.only("torch"),
     pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here, which torch.compile needs"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's, of its own functions
 ]
 

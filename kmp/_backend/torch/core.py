@@ -124,13 +124,20 @@ def _update_if(
 def _update_if_compiled(
     keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
 ) -> None:
-    if bool(keep):
-        _compiled_apply()(inner, gradients, variables)
+    if not bool(keep):
+        return
+    # Half-precision weights and slots are updated through views, which it would break up again.
+    plain = not any(v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables))
+    (_compiled_apply() if plain else _apply)(inner, gradients, variables)
+
+
+def _apply(inner: Any, gradients: list[Tensor], variables: list[Variable]) -> None:
+    inner.apply(gradients, variables)
 
 
 @functools.cache
 def _compiled_apply() -> Callable[..., None]:
-    return torch.compile(lambda inner, gradients, variables: inner.apply(gradients, variables))
+    return torch.compile(_apply)
 
 
 def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
