@@ -183,22 +183,33 @@ class GradientReport:
         First those that overflowed, in the order of `overflowed`; then those whose `log2(max_abs)`
         is farthest from the median: their gradients leave float16's range first.
         """
+        return [self.paths[i] for i in self._worst(n)]
+
+    def _worst(self, n: int) -> list[int]:
         levels = np.log2(np.maximum(self.matrix[:, MAX_ABS].astype("float64"), 2.0**-149))
         distance = np.abs(levels - np.median(levels)) if len(levels) else levels
         overflows = self.matrix[:, OVERFLOW_STEPS]
         place = np.arange(len(overflows)) * (overflows > 0)
-        order = np.lexsort((-distance, -place, -overflows))
-        return [self.paths[i] for i in order[:n]]
+        return np.lexsort((-distance, -place, -overflows))[:n].tolist()
 
     def summary(self, n: int = 20) -> str:
-        """Return the report as text, with a line for each of the `n` variables of `worst`."""
-        chosen = set(self.worst(n))
+        """Return the report as text, with the variables to look at first, in the model's order.
+
+        Args:
+            n: how many variables to list, an int >= 0; `str(report)` lists all.
+
+        Example:
+
+        >>> report = GradientReport(("a", "b"), np.ones((2, 5), "float32"), 1024.0, 10, 0, 0)
+        >>> report.summary(1).splitlines()[-2]
+        'and 1 more'
+        """
+        chosen = sorted(self._worst(n))
         rows = [["variable", "l2 norm", "max abs", "zeros", "non-finite", "overflows"]]
-        for path, row in zip(self.paths, self.matrix.tolist(), strict=True):
-            if path in chosen:
-                norm, peak, zeros, bad, overflows = row
-                numbers = [f"{norm:.3g}", f"{peak:.3g}", f"{zeros:.1%}", f"{bad:.0f}"]
-                rows.append([path, *numbers, f"{overflows:.0f}"])
+        for i in chosen:
+            norm, peak, zeros, bad, overflows = self.matrix[i]
+            numbers = [f"{norm:.3g}", f"{peak:.3g}", f"{zeros:.1%}", f"{bad:.0f}"]
+            rows.append([self.paths[i], *numbers, f"{overflows:.0f}"])
         lines = [
             f"Gradient health after step {self.step}: loss scale {self.loss_scale:g}, "
             f"{self.skipped_steps} skipped ({self.consecutive_skips} in a row now), "
@@ -206,7 +217,7 @@ class GradientReport:
             table(rows),
         ]
         if len(chosen) < len(self.paths):
-            lines.append(f"and {len(self.paths) - len(chosen)} variables more")
+            lines.append(f"and {len(self.paths) - len(chosen)} more")
         if self.overflowed:
             lines.append(f"Look first at: {', '.join(self.worst())}")
         return "\n".join(lines)

@@ -224,8 +224,10 @@ def test_a_summary_has_the_variables_to_look_at_first():
     rows = [row(1), row(2), row(2.0**-30), row(2.0**20)]
     lines = report(rows).summary(2).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["variable", "c", "d", "and"]
-    assert lines[-1] == "and 2 variables more"
+    assert lines[-1] == "and 2 more"
     assert report(rows).summary() == str(report(rows))
+    twins = report(rows, paths=("a", "a", "b", "b"))  # layers of one name
+    assert [line.split()[0] for line in str(twins).splitlines()[2:]] == ["a", "a", "b", "b"]
 
 
 def test_printing_without_overflows_blames_nobody():

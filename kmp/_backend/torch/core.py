@@ -99,13 +99,8 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
 
 def run_step(step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]) -> None:
     # DistributedDataParallel has summed the gradients.
-    compiles = torch.compiler.is_compiling()
-    _run_step(
-        step,
-        default.OneReplica(_update_if_compiled if compiles else _update_if),
-        gradients,
-        variables,
-    )
+    apply = _apply_compiled if torch.compiler.is_compiling() else _apply
+    _run_step(step, default.OneReplica(functools.partial(_update_if, apply)), gradients, variables)
 
 
 # `torch.compile` would break its graph at each number that is read, and compile forty pieces.
@@ -115,24 +110,24 @@ def _run_step(step: Callable[..., None], *args: Any) -> None:
 
 
 def _update_if(
-    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+    apply: Callable[..., None],
+    keep: Tensor,
+    inner: Any,
+    gradients: list[Tensor],
+    variables: list[Variable],
 ) -> None:
     if bool(keep):  # `flags` has brought it to the host
-        inner.apply(gradients, variables)
-
-
-def _update_if_compiled(
-    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
-) -> None:
-    if not bool(keep):
-        return
-    # Half-precision weights and slots are updated through views, which it would break up again.
-    plain = not any(v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables))
-    (_compiled_apply() if plain else _apply)(inner, gradients, variables)
+        apply(inner, gradients, variables)
 
 
 def _apply(inner: Any, gradients: list[Tensor], variables: list[Variable]) -> None:
     inner.apply(gradients, variables)
+
+
+def _apply_compiled(inner: Any, gradients: list[Tensor], variables: list[Variable]) -> None:
+    # Half-precision weights and slots are updated through views, which take minutes to compile.
+    half = any(v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables))
+    (_apply if half else _compiled_apply())(inner, gradients, variables)
 
 
 @functools.cache
