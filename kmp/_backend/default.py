@@ -99,6 +99,18 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     return x
 
 
+def constant(values: Any) -> Tensor:
+    return ops.convert_to_tensor(values)
+
+
+def segment_sum(values: Tensor, keys: Tensor, number: int) -> Tensor:
+    return ops.segment_sum(values, keys, num_segments=number)
+
+
+def may_be(flag: Tensor) -> bool:
+    return True
+
+
 def after(finite: Tensor, sample: Tensor) -> Tensor:
     # Things happen in the order of the calls.
     return finite
@@ -162,10 +174,8 @@ def _shifted(x: Tensor, by: int) -> Tensor:
     return ops.bitwise_and(ops.right_shift(x, by), 2 ** (32 - by) - 1)
 
 
-def are_finite(tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
-    pairs = zip(tensors, by_row, strict=True)
-    flags = [ops.all(ops.isfinite(x), axis=1 if rows else None) for x, rows in pairs]
-    return ops.concatenate([ops.reshape(x, (-1,)) for x in flags])
+def are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    return ops.stack([ops.all(ops.isfinite(x)) for x in tensors])
 
 
 def at_least_float32(x: Tensor) -> Tensor:

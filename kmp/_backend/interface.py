@@ -36,11 +36,10 @@ class Backend(Protocol):
         """Call `function` with the name of the target that it is compiled for, and with `tensors`.
 
         Args:
-            function: takes "cpu", "gpu" or "tpu", or "host" where XLA compiles nothing, and the
-                tensors. All that it reads of the step must be among these, since it may be called
-                later, when the step is lowered.
+            function: takes "cpu", "gpu" or "tpu"; "torch.compile"; or "host" where nothing is
+                compiled; and the tensors. All that it reads of the step must be among these, since
+                it may be called later, when the step is lowered.
             shapes: the shapes of the float32 tensors that it returns.
-            *tensors: handed to it.
         """
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
@@ -80,16 +79,8 @@ class Backend(Protocol):
     def are_dense(self, gradients: Sequence[Gradient]) -> list[bool]:
         """Whether each gradient is a tensor, and no `tf.IndexedSlices`."""
 
-    def are_finite(self, tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
-        """Whether all numbers of each tensor, or of each of its rows, are finite.
-
-        Args:
-            tensors: of floats; at least one, none of them empty.
-            by_row: for each, whether it is a matrix whose rows are asked for one by one.
-
-        Returns:
-            bool[n], one for each tensor or row, in their order.
-        """
+    def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
+        """bool[n], for each of n >= 1 tensors of floats, not empty: whether all of it is finite."""
 
     def reduce_columns(
         self, columns: tuple[Tensor, ...], axes: tuple[int, ...]
@@ -105,14 +96,14 @@ class Backend(Protocol):
     # ---- The step ------------------------------------------------------------------------------
 
     def flags(
-        self, number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, number: Tensor, loss_nonfinite: Tensor, due: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
         """Turn counts into the flags that the rest of the step acts on.
 
         Args:
             number: int32[], how many gradients are not finite.
             loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-            due: bool[2] or None, handed on.
+            due: more flags, bool[] each, or None; handed on.
 
         Returns:
             bool[], gradients finite; bool[], loss finite; `due`.
@@ -121,11 +112,18 @@ class Backend(Protocol):
     def after(self, finite: Tensor, sample: Tensor) -> Tensor:
         """`finite`, but known only once `sample` is, so that nothing is updated before."""
 
+    def may_be(self, flag: Tensor) -> bool:
+        """False if the host knows that a flag from `flags` is false; True otherwise."""
+
     def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
         """`compute()` if `pred`, else `otherwise`; neither writes anything."""
 
     def run_step(
-        self, step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
+        self,
+        step: Callable[..., None],
+        gradients: list[Gradient],
+        variables: list[Variable],
+        inner: Any,
     ) -> None:
         """Sum the gradients over the replicas, if there are any, and run a step for all of them.
 
@@ -133,6 +131,7 @@ class Backend(Protocol):
             step: takes how its parts run (`default.OneReplica`), the gradients and the variables.
             gradients: of the scaled loss, of this replica.
             variables: one for each of them.
+            inner: the optimizer that updates them.
 
         Raises:
             ValueError: on TensorFlow, in the cross-replica context of a strategy.
@@ -141,8 +140,7 @@ class Backend(Protocol):
     def note_loss(self, variable: Variable, nonfinite: Tensor) -> None:
         """Remember until the next step that a loss was not finite, where that is possible.
 
-        Not on JAX, where the loss is scaled inside a pure function, nor under a `tf.distribute`
-        strategy, whose replicas have a loss each.
+        Not on JAX, which scales the loss in a pure function, nor where replicas have a loss each.
         """
 
     # ---- Keras's training loop -------------------------------------------------------------------
@@ -216,17 +214,19 @@ class Backend(Protocol):
 
         Returns:
             The normalized `x`, in its dtype; mean, biased variance and number of elements, each of
-            the shape of `gamma`. What `otherwise` returns where there is no kernel, or it does
-            harm.
+            the shape of `gamma`. Without such a kernel, or where it does harm, `otherwise()`.
         """
 
     def sum_along(self, x: Tensor, axis: int) -> Tensor:
-        """The sum over all axes but `axis`, which stay with size 1.
-
-        Its error is some units in the last place, however many elements are summed.
-        """
+        """Sum over all axes but `axis`, which keep size 1, to some units in the last place."""
 
     # ---- Host and device -----------------------------------------------------------------------
+
+    def constant(self, values: Any) -> Tensor:
+        """A NumPy array as a tensor."""
+
+    def segment_sum(self, values: Tensor, keys: Tensor, number: int) -> Tensor:
+        """float32[number]: the sum of the values of each key."""
 
     def bitcast(self, x: Tensor, dtype: str) -> Tensor:
         """The bits of `x` read as another dtype of its width, as `keras.ops.view` of 3.12 does."""

@@ -191,22 +191,21 @@ def measure_sample(
     gradient, weights = before[: sum(sizes)], before[sum(sizes) :]
     update = ops.subtract(after, weights)
     unmoved = ops.logical_and(ops.not_equal(gradient, 0.0), ops.equal(update, 0.0))
-    first_key = ops.convert_to_tensor(_rows(cuts, order) * _KEYS, "int32")
+    first_key = _backend.constant(_rows(cuts, order) * np.int32(_KEYS))
     row = ops.arange(len(COLUMNS) + 1, dtype="int32")[:, None]
     keys = _chosen(row, [WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE, len(COLUMNS) + _bin(gradient)])
     values = [ops.square(after), ops.square(update), ops.cast(unmoved, "float32"), 1.0]
-    sums = ops.segment_sum(
+    sums = _backend.segment_sum(
         ops.reshape(_chosen(row, values), (-1,)),
         ops.reshape(first_key + keys, (-1,)),
-        num_segments=len(sizes) * _KEYS,
+        len(sizes) * _KEYS,
     )
     sums = ops.reshape(sums, (len(sizes), _KEYS))
-    whole = np.array([math.prod(each.shape) / max(each.size, 1) for each in cuts])
-    whole = ops.convert_to_tensor(whole.astype("float32")[:, None])
+    whole = [[math.prod(each.shape) / max(each.size, 1)] for each in cuts]
     column = ops.arange(_KEYS, dtype="int32")
     nonzero = ops.where(column > len(COLUMNS), sums, 0.0)
     shares = sums / ops.maximum(ops.sum(nonzero, axis=1, keepdims=True), 1.0)
-    norms = ops.sqrt(sums * whole)
+    norms = ops.sqrt(sums * ops.convert_to_tensor(whole, "float32"))
     return _chosen(column, [norms, norms, shares, sums])
 
 

@@ -13,7 +13,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Tensor
-from kmp.health.reduce import Columns, Part, in_rows, reduce_parts, values_of
+from kmp.health.reduce import Columns, Part, in_rows, reduce_parts, unstacked
 
 # First the levels of the last measured step, then what every step counts. Levels are in true units
 # (after division by the loss scale) and over finite values only, so that one inf hides nothing.
@@ -25,7 +25,7 @@ EVENT_COLUMNS = ("step", "loss_scale", "first_variable", "num_variables", "loss_
 NUM_EVENTS = 16
 
 # Levels are measured in each of the first steps, while the loss scale settles, in every
-# overflowing step, and otherwise at an interval: that of a callback, or this one.
+# overflowing step and the one after it, and otherwise at an interval: that of a callback, or this.
 FIRST_STEPS = 100
 INTERVAL = 100
 
@@ -56,8 +56,8 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
     table = reduce_parts(_look_at_levels, join, parts, len(sizes), together)
     squares, max_abs, nonzero, nonfinite = (table[:, i] for i in range(4))
     present = {i for part in parts for i in part.members}
-    whole = np.array([n if i in present else 0 for i, n in enumerate(sizes)])
-    whole = ops.convert_to_tensor(whole.astype("float32"))
+    whole = [float(n if i in present else 0) for i, n in enumerate(sizes)]
+    whole = ops.convert_to_tensor(whole, "float32")
     zero_share = (whole - nonzero) / ops.maximum(whole, 1.0)
     return ops.stack([ops.sqrt(squares), max_abs, zero_share, nonfinite], axis=1)
 
@@ -82,9 +82,8 @@ def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False
         return ops.zeros((number,), "float32")
     if not _backend.inside_xla():
         order = [i for part in parts for i in part.members]
-        values = [values_of(part) for part in parts]
-        finite = _backend.are_finite(values, [part.stacked for part in parts])
-        return in_rows(ops.cast(ops.logical_not(finite), "float32"), order, number)
+        values = [x for part in parts for x in unstacked(part)]
+        return in_rows(ops.cast(~_backend.are_finite(values), "float32"), order, number)
 
     def join(columns: Columns) -> Tensor:
         return ops.maximum(*columns)
@@ -110,9 +109,8 @@ def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         int32[], how many; int32[], the index of the last one, 0 if there is none.
     """
-    bad = nonfinite > 0
-    places = ops.where(bad, ops.arange(bad.shape[0], dtype="int32"), 0)
-    return _backend.reduce_columns((ops.cast(bad, "int32"), places), (0,))
+    bad = ops.cast(nonfinite > 0, "int32")
+    return _backend.reduce_columns((bad, bad * ops.arange(bad.shape[0], dtype="int32")), (0,))
 
 
 def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
@@ -170,20 +168,22 @@ def mark_loss(events: Tensor, nonfinite: Tensor) -> Tensor:
     return ops.where(nonfinite, events * ops.convert_to_tensor(mark), events)
 
 
-def due(step: Tensor, sampling: Tensor) -> Tensor:
+def due(step: Tensor, sampling: Tensor, last_overflow: Tensor) -> tuple[Tensor, Tensor]:
     """Tell whether to measure this step, leaving aside whether its gradients overflow.
 
     Args:
         step: int32[], counted from 1.
         sampling: int32[4]: the interval in steps (0: every 100), one further step to measure, and
             the last steps with levels and with details, from `sampled`.
+        last_overflow: float32[], the number of the last step that overflowed.
 
     Returns:
-        bool[2]: whether to measure the levels, whether to measure the details.
+        bool[], whether to measure the levels; bool[], whether to measure the details.
     """
     interval = ops.where(ops.equal(sampling[0], 0), INTERVAL, sampling[0])
-    sampled = ops.logical_or(ops.equal(step % interval, 0), ops.equal(step, sampling[1]))
-    return ops.stack([ops.logical_or(sampled, ops.less_equal(step, FIRST_STEPS)), sampled])
+    sampled = (step % interval == 0) | (step == sampling[1])
+    after_overflow = ops.cast(last_overflow, "int32") == step - 1
+    return sampled | (step <= FIRST_STEPS) | after_overflow, sampled
 
 
 def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:

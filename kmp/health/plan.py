@@ -44,6 +44,7 @@ _WAYS = {
     # Compiling one more reduction would take longer than measuring small gradients ever does.
     "cpu": _Way(with_the_check=(True, False), together=False, branches=True),
     "host": _Way(with_the_check=(False, False), together=False, branches=True),  # outside XLA
+    "torch.compile": _Way(with_the_check=(True, True), together=False, branches=False),
 }
 
 
@@ -107,6 +108,11 @@ class MeasurePlan:
     levels: bool
     max_abs: bool
 
+    def __post_init__(self):
+        # Now: torch.compile cannot trace the lock that `cached_property` takes on Python 3.11.
+        for name in ("sizes", "split", "cuts"):
+            getattr(self, name)
+
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Each variable's number of elements."""
@@ -149,7 +155,7 @@ def look(
     divide: Divide,
     scale: Sequence[Tensor],
     loss_nonfinite: Tensor,
-    due: Tensor | None,
+    due: tuple[Tensor, Tensor] | None,
     previous: Tensor | None,
 ) -> Look:
     """Look at the gradients of a step: are they all finite, and how large are they?
@@ -160,8 +166,8 @@ def look(
         divide: divides parts by the loss scale.
         scale: the loss scale, as `divide` takes it.
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-        due: bool[2], from `measure.due`, whether to measure levels and details; None if nothing is
-            measured.
+        due: bool[] and bool[], from `measure.due`, whether to measure levels and details; None if
+            nothing is measured.
         previous: float32[num_variables, 4], the levels of the last measured step.
     """
     nonfinite, levels = _check(plan, parts, divide, scale)
@@ -193,7 +199,7 @@ def _check(
         if not always:
             nonfinite = measure.find_nonfinite(others, number, together=way.together)
             return nonfinite, ops.zeros((number, measure.OVERFLOW_STEPS), "float32")
-        levels = measure.measure(always, plan.sizes, together=way.together)
+        levels = _levels(plan, always, target)
         nonfinite = levels[:, measure.NONFINITE]
         if others:
             found = measure.find_nonfinite(others, number, together=way.together)
@@ -227,7 +233,7 @@ def _complete(
                 return plan.of_gradients(levels)
             # Divide inside the branch: outside, every step would write the quotients to memory.
             true = divide(others, tensors[: len(scale)])
-            return plan.of_gradients(levels + measure.measure(true, plan.sizes))
+            return plan.of_gradients(levels + _levels(plan, true, target))
 
         if others and way.branches:
             return [_backend.compute_if(due, all_levels, previous)]
@@ -236,6 +242,15 @@ def _complete(
     shapes = [(len(plan.sizes), measure.OVERFLOW_STEPS)]
     values = [part.values for part in parts]
     return _backend.per_target(complete, shapes, due, levels, previous, *scale, *values)[0]
+
+
+def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:
+    if target == "host":  # where stacks take time, and are made only in the steps that need them
+        gradients: list[Gradient] = [None] * len(plan.sizes)
+        for part in parts:
+            gradients[part.members[0]] = part.values
+        parts = plan.gather(gradients)
+    return measure.measure(parts, plan.sizes, together=_WAYS[target].together)
 
 
 def take_sample(

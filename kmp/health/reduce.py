@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from keras import ops
 
 from kmp import _backend
@@ -41,6 +40,11 @@ class Part(NamedTuple):
 def values_of(part: Part) -> Tensor:
     """The values of a part; rows of a sparse gradient with the same index are summed."""
     return part.values if part.is_dense else _backend.gradient_rows(part.values)
+
+
+def unstacked(part: Part) -> list[Tensor]:
+    """The values of each gradient in a part."""
+    return ops.unstack(part.values) if part.stacked else [values_of(part)]
 
 
 def gather(
@@ -120,9 +124,10 @@ def in_rows(found: Tensor, order: Sequence[int], number: int) -> Tensor:
     if len(order) < number:
         zero = ops.zeros((1, *found.shape[1:]), found.dtype)
         found = ops.concatenate([found[: len(order)], zero])
-    places = np.full(number, len(order), "int32")  # that of the row of zeros, at first
-    places[list(order)] = np.arange(len(order))
-    return ops.take(found, places, axis=0)
+    places = [len(order)] * number  # that of the row of zeros, at first
+    for i, place in enumerate(order):
+        places[place] = i
+    return ops.take(found, ops.convert_to_tensor(places, "int32"), axis=0)
 
 
 def _group(part: Part, together: bool) -> tuple:

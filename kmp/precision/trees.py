@@ -1,6 +1,6 @@
 """Casts, finite checks and selection over nested structures of tensors; names of float dtypes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -149,7 +149,7 @@ def all_finite(tree: Tree) -> Tensor:
     floats = [x for x in floats if 0 not in x.shape]
     if not floats:
         return ops.convert_to_tensor(True, "bool")
-    return ops.all(_backend.are_finite(floats, [False] * len(floats)))
+    return ops.all(_backend.are_finite(floats))
 
 
 def max_abs(tree: Tree) -> Tensor:
@@ -229,10 +229,15 @@ def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree
 
 def multiply(tree: Tree, factor: Tensor) -> Tree:
     """Multiply float and complex leaves by a scalar, in at least float32; keep the others."""
-    leaves = keras.tree.flatten(tree)
+    if isinstance(tree, list) and all(x is None or hasattr(x, "dtype") for x in tree):
+        return _products(tree, factor)  # what a step multiplies, without the work of flattening
+    return keras.tree.pack_sequence_as(tree, _products(keras.tree.flatten(tree), factor))
+
+
+def _products(leaves: Sequence[Any], factor: Tensor) -> list[Any]:
     leaves = [ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x for x in leaves]
     places = [i for i, x in enumerate(leaves) if is_float(x)]
     products = _backend.multiply([leaves[i] for i in places], factor)
     for i, product in zip(places, products, strict=True):
         leaves[i] = product
-    return keras.tree.pack_sequence_as(tree, leaves)
+    return leaves

@@ -207,7 +207,7 @@ class LossScaleOptimizer(WrapsInner):
             self._warned_of_unscaled_loss = True
             arguments.warn_of_unscaled_loss()
         step = functools.partial(self.scaled_step.run, self.loss_scale, self.measures_details, rows)
-        _backend.run_step(step, grads, variables)
+        _backend.run_step(step, grads, variables, self.inner_optimizer)
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Tensor], loss: Tensor) -> Tensor:
         """`scale_loss` as a pure function, for JAX; `scale_loss` would compile the scale in.

@@ -72,7 +72,7 @@ class _Rule:
 
     def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
         """Return `loss * state.scale`, in at least float32 (float16 would end at 65504)."""
-        return multiply(loss, state.scale)
+        return multiply([loss], state.scale)[0]
 
     def unscale(self, tree: Tree, state: ScaleState) -> Tree:
         """Return every float leaf times `1 / state.scale`, in at least float32.
@@ -234,18 +234,15 @@ class DynamicLossScale(_Rule):
             `ScaleState` whose scale is finite and in [`min_scale`, `max_scale`].
         """
         counted = _counted(state, finite)
-        grow = ops.greater_equal(counted.finite_steps, self.growth_interval)
-        back_off = ops.greater_equal(counted.overflows, self.hysteresis)
+        grow = counted.finite_steps >= self.growth_interval
+        back_off = counted.overflows >= self.hysteresis
         # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
-        growth, backoff, one = (
-            ops.convert_to_tensor(x, "float32")
-            for x in (self.growth_factor, self.backoff_factor, 1.0)
-        )
+        factors = self.growth_factor, self.backoff_factor, 1.0
+        growth, backoff, one = (ops.convert_to_tensor(x, "float32") for x in factors)
         factor = ops.where(grow, growth, ops.where(back_off, backoff, one))
-        scale, zeros = ops.multiply(counted.scale, factor), ops.zeros_like(counted.finite_steps)
         return ScaleState(
-            scale=ops.clip(scale, self.min_scale, self.max_scale),
-            finite_steps=ops.where(grow, zeros, counted.finite_steps),
+            scale=ops.clip(counted.scale * factor, self.min_scale, self.max_scale),
+            finite_steps=_zero_unless(~grow, counted.finite_steps),
             overflows=counted.overflows,
         )
 
@@ -292,9 +289,12 @@ def _initial_state(scale: float) -> ScaleState:
 
 def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
     finite = ops.cast(finite, "bool")
-    zero = ops.zeros_like
     return ScaleState(
         scale=ops.convert_to_tensor(state.scale, "float32"),
-        finite_steps=ops.where(finite, state.finite_steps + 1, zero(state.finite_steps)),
-        overflows=ops.where(finite, zero(state.overflows), state.overflows + 1),
+        finite_steps=_zero_unless(finite, ops.add(state.finite_steps, 1)),
+        overflows=_zero_unless(~finite, ops.add(state.overflows, 1)),
     )
+
+
+def _zero_unless(kept: Tensor, count: Tensor) -> Tensor:
+    return count * ops.cast(kept, count.dtype)

@@ -14,7 +14,7 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._keras.optimizer import on_every_device, shards_of
-from kmp.health.plan import Divide, Kind, Look, MeasurePlan, look, take_sample
+from kmp.health.plan import Kind, Look, MeasurePlan, look, take_sample
 from kmp.health.reduce import Part
 from kmp.precision.trees import map_gradients
 from kmp.scaling.float32_updates import gradient_dtypes
@@ -120,11 +120,7 @@ class ScaledStep:
             before: the state of the scale before the step.
             nonfinite: bool[], whether the step was skipped and its loss was not finite.
         """
-        now = self.counters.state
-        fewer = ops.minimum(before.finite_steps, now.finite_steps)
-        steps = ops.where(nonfinite, fewer, now.finite_steps)
-        self.counters.scale.assign(ops.where(nonfinite, before.scale, now.scale))
-        self.counters.finite_steps.assign(ops.cast(steps, self.counters.finite_steps.dtype))
+        self._set_scale(before, self.counters.state, nonfinite)
         if self.telemetry is not None:
             self.telemetry.mark_loss(nonfinite)
 
@@ -136,54 +132,57 @@ class ScaledStep:
 
     def _look(self, rule: LossScale, scaled: list[Gradient], true: list[Gradient]) -> Look:
         """Look at the gradients before anything is written."""
-        parts = self.plan.gather(true)
-        divide: Divide = _as_they_are
+        gradients, divide = true, _as_they_are
         scale: Sequence[Tensor] = ()
         if _backend.inside_xla():
             # XLA divides while it updates, and again here: the true gradients are never in memory.
-            parts = self._parts(scaled)
-            divide, scale = functools.partial(_divided_parts, rule), self.counters.state
+            gradients, divide = scaled, functools.partial(_divided_parts, rule)
+            scale = self.counters.state
         return look(
             self.plan,
-            parts,
+            self._parts(gradients),
             divide,
             scale,
             ops.convert_to_tensor(self.counters.loss_nonfinite),
-            self.telemetry and self.telemetry.due(self.counters.step_number),
+            self.telemetry.due(self.counters.step_number) if self.telemetry else None,
             self.telemetry and self.telemetry.levels,
         )
 
-    def _parts(self, scaled: list[Gradient]) -> list[Part]:
-        """The scaled gradients; stacked where XLA keeps a stack out of memory."""
+    def _parts(self, gradients: list[Gradient]) -> list[Part]:
+        """Those that hold anything; stacked where XLA keeps a stack out of memory."""
         if _backend.inside_xla():
-            return self.plan.gather(scaled)
-        dense = _backend.are_dense(scaled)
-        present = ((i, x) for i, x in enumerate(scaled) if x is not None)
-        return [Part(x, (i,), False, is_dense=dense[i]) for i, x in present]
+            return self.plan.gather(gradients)
+        dense, sizes = _backend.are_dense(gradients), self.plan.sizes
+        held = ((i, x) for i, x in enumerate(gradients) if x is not None and sizes[i])
+        return [Part(x, (i,), False, is_dense=dense[i]) for i, x in held]
 
     def _record(self, rule: LossScale, seen: Look, applied: Tensor) -> None:
         """Write the next scale, the counters and the measurements."""
         counters, before = self.counters, self.counters.state
         largest = () if seen.max_abs is None else (seen.max_abs,)
         after = rule.next(before, seen.finite, *largest)
-        # No scale helps against a loss that is itself not finite: leave the scale as it is.
-        may_move = ops.logical_or(seen.finite, seen.loss_finite)
-        kept = ops.minimum(before.finite_steps, after.finite_steps)
-        finite_steps = ops.where(may_move, after.finite_steps, kept)
         if self.telemetry is not None:
             step = counters.step_number
             self.telemetry.record(self.plan, seen, step, before.scale, self._weights)
-        counters.scale.assign(ops.where(may_move, after.scale, before.scale))
-        counters.finite_steps.assign(ops.cast(finite_steps, counters.finite_steps.dtype))
+        self._set_scale(before, after, ~(seen.finite | seen.loss_finite))
         counters.overflows.assign(after.overflows)
-        skipped = ops.cast(ops.logical_not(applied), "int32")
-        counters.skipped_steps.assign_add(skipped)
+        counters.skipped_steps.assign_add(ops.cast(~applied, "int32"))
         # This is 1, but known only with the verdict. At the end of data of unknown length
         # TensorFlow's loop runs a step without data, in which a plain 1 would be counted.
         counters.steps.assign_add(ops.where(seen.finite, 1, 1))
-        counters.loss_nonfinite.assign(ops.zeros((), "float32"))
+        if _backend.may_be(~seen.loss_finite):
+            counters.loss_nonfinite.assign(ops.zeros((), "float32"))
         if self.window is not None:
             self.window.record(seen.finite)
+
+    def _set_scale(self, before: ScaleState, after: ScaleState, nonfinite: Tensor) -> None:
+        """Move the scale, unless a loss was `nonfinite`: against that no scale helps."""
+        scale, steps = after.scale, after.finite_steps
+        if _backend.may_be(nonfinite):
+            scale = ops.where(nonfinite, before.scale, scale)
+            steps = ops.where(nonfinite, ops.minimum(before.finite_steps, steps), steps)
+        self.counters.scale.assign(scale)
+        self.counters.finite_steps.assign(ops.cast(steps, self.counters.finite_steps.dtype))
 
     def _rows(self, gradients: list[Gradient], places: Sequence[int]) -> list[Gradient]:
         """The gradient, or None, of each variable that the optimizer was built with."""

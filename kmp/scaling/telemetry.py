@@ -40,9 +40,10 @@ class Telemetry:
         """float32[rows, 4]: the levels of the last measured step."""
         return ops.convert_to_tensor(self.health)[:, : measure.OVERFLOW_STEPS]
 
-    def due(self, step: Tensor) -> Tensor:
-        """bool[2]: whether the step of this number measures levels, and details."""
-        return measure.due(step, ops.convert_to_tensor(self.sampling))
+    def due(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """bool[] and bool[]: whether the step of this number measures levels, and details."""
+        last_overflow = ops.convert_to_tensor(self.events)[0, 0]
+        return measure.due(step, ops.convert_to_tensor(self.sampling), last_overflow)
 
     def sample(self, update_freq: Any, and_at: int) -> None:
         """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""
@@ -77,6 +78,8 @@ class Telemetry:
             scale: float32[], the scale that its loss was multiplied with.
             weights: returns the values of the variables after the update.
         """
+        if not _backend.may_be(seen.due_levels):
+            return  # all would stay as it is
         events = ops.convert_to_tensor(self.events)
         self.events.assign(measure.add_event(events, step, scale, seen.blamed, seen.loss_finite))
         previous = ops.convert_to_tensor(self.health)

@@ -195,6 +195,15 @@ def test_levels_stand_still_between_samples_and_events_do_not(monkeypatch):
     assert train(6, 4, poisoned=[6]).gradient_report().measured_step == 6  # an overflow is measured
 
 
+def test_the_step_after_an_overflow_is_measured(monkeypatch):
+    """It knows of its own levels, and the overflow's are not taken for them."""
+    monkeypatch.setattr(kmp.health.measure, "FIRST_STEPS", 3)
+    overflow, after, later = (train(n, 100, poisoned=[6]).gradient_report() for n in (6, 7, 8))
+    assert [x.measured_step for x in (overflow, after, later)] == [6, 7, 7]
+    assert overflow.matrix[:, 3].all()
+    assert not after.matrix[:, 3].any() and after.matrix[:, 0].all()
+
+
 def test_the_ring_keeps_the_last_sixteen_overflows():
     report = train(20, 100, poisoned=range(2, 21)).gradient_report()
     assert [event.step for event in report.events] == list(range(20, 4, -1))

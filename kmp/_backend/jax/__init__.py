@@ -6,6 +6,7 @@ from kmp._backend.default import (
     all_reduce_sum,
     are_dense,
     are_finite,
+    constant,
     dense,
     fused_batch_norm,
     gradient_rows,
@@ -14,9 +15,11 @@ from kmp._backend.default import (
     keep_old_unless,
     kept_values,
     map_gradient_values,
+    may_be,
     multiply,
     preserved,
     retype,
+    segment_sum,
     sum_along,
 )
 from kmp._backend.jax.core import (

@@ -27,8 +27,8 @@ def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
 
 
 def flags(
-    number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    number: Tensor, loss_nonfinite: Tensor, due: tuple[Tensor, ...] | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
     # The barrier keeps XLA from copying the reductions of all gradients into each masked update,
     # with which the compile time would grow as the square of the number of variables. The CPU
     # compiler removes it too early, but does not copy a reduction of two results, which `number`

@@ -41,7 +41,9 @@ class _MaskedScope(keras.StatelessScope):
             variable.assign(self.state_mapping[id(variable)])
 
 
-def run_step(step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]) -> None:
+def run_step(
+    step: Callable[..., None], gradients: list[Tensor], variables: list[Variable], inner: Any
+) -> None:
     # One program spans all devices.
     step(default.OneReplica(_update_if), gradients, variables)
 

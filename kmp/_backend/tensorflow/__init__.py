@@ -6,9 +6,12 @@ from kmp._backend.default import (
     compiled,
     compiled_bytes,
     compiled_step_bytes,
+    constant,
     from_host,
     hash_bits,
+    may_be,
     read,
+    segment_sum,
     settle,
     to_host,
 )

@@ -102,8 +102,8 @@ def are_dense(gradients: Sequence[Gradient]) -> list[bool]:
 
 
 def flags(
-    number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    number: Tensor, loss_nonfinite: Tensor, due: tuple[Tensor, ...] | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
     # XLA would copy the reductions of all gradients into each of the selected updates. It does not
     # copy one of two results on CPUs, nor look through a barrier on accelerators.
     if inside_xla():
@@ -171,7 +171,7 @@ def update_if(
 
 @tf.autograph.experimental.do_not_convert  # rewriting kmp's code would take seconds
 def run_step(
-    step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
+    step: Callable[..., None], gradients: list[Gradient], variables: list[Variable], inner: Any
 ) -> None:
     if tf.distribute.has_strategy():
         step_on_replicas(step, gradients, variables)

@@ -1,6 +1,5 @@
 """The PyTorch side of `kmp._backend`."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,16 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, kernel, out_dtype=torch.float32)
     return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
+
+
+def constant(values: Any) -> Tensor:
+    # `torch.compile` cannot trace what Keras does with an array.
+    return ops.convert_to_tensor(torch.as_tensor(values))
+
+
+def segment_sum(values: Tensor, keys: Tensor, number: int) -> Tensor:
+    # Keras's asks for sizes that only the data tell, which `torch.compile` cannot trace.
+    return values.new_zeros(number).index_add(0, keys, values)
 
 
 def bitcast(x: Tensor, dtype: str) -> Tensor:
@@ -46,37 +55,46 @@ def multiply(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
     return torch._foreach_mul(tensors, factor)
 
 
-def are_finite(tensors: Sequence[Tensor], by_row: Sequence[bool]) -> Tensor:
+def are_finite(tensors: Sequence[Tensor]) -> Tensor:
     # By their extremes, in which torch keeps NaN: each number is read once, and nothing is written.
     # `torch.isfinite` is four operations that write, and took 30 times as long on a CPU. On GPUs
     # the extremes of many tensors are one kernel.
     # (Of float8 torch has next to no operators.)
     tensors = [x if x.element_size() > 1 else x.float() for x in tensors]
-    pairs = list(zip(tensors, by_row, strict=True))
-    return (_norms_are_finite if tensors[0].is_cuda else _extremes_are_finite)(pairs)
+    return (_norms_are_finite if tensors[0].is_cuda else _extremes_are_finite)(tensors)
 
 
-def _norms_are_finite(pairs: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    every = [row for x, rows in pairs for row in (x.unbind() if rows else (x,))]
-    return torch.stack(torch._foreach_norm(every, math.inf)).isfinite()
+def _norms_are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf)).isfinite()
 
 
-def _extremes_are_finite(pairs: Sequence[tuple[Tensor, bool]]) -> Tensor:
-    extremes = [x.aminmax(dim=1) if rows else x.aminmax() for x, rows in pairs]
-    every = [x.reshape(-1) for both in zip(*extremes, strict=True) for x in both]
-    return torch.cat(every).isfinite().reshape(2, -1).all(dim=0)
+def _extremes_are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    extremes = [x for tensor in tensors for x in tensor.aminmax()]
+    return torch.stack(extremes).isfinite().reshape(-1, 2).all(dim=1)
 
 
 def flags(
-    number: Tensor, loss_nonfinite: Tensor, due: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    number: Tensor, loss_nonfinite: Tensor, due: tuple[Tensor, ...] | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
     # With `torch.distributed` initialised, they hold for all processes. All of them come to the
-    # host in one go, the one synchronisation of the step, as in PyTorch's own scaler.
-    totals = torch.stack([number.to(torch.float32), loss_nonfinite])
+    # host in one go, the one synchronisation of the step, as in PyTorch's own scaler. In a step
+    # that `torch.compile` compiles they stay on the device.
+    counts = [number.to(torch.float32), loss_nonfinite]
     if _with_other_processes():
+        totals = torch.stack(counts)
         torch.distributed.all_reduce(totals, op=torch.distributed.ReduceOp.SUM)
-    flags = torch.cat([totals == 0] if due is None else [totals == 0, due]).cpu()
-    return flags[0], flags[1], None if due is None else flags[2:]
+        counts = list(totals)
+    stacked = torch.stack([*(x == 0 for x in counts), *(due or ())])
+    finite, loss_finite, *rest = stacked if torch.compiler.is_compiling() else stacked.cpu()
+    return finite, loss_finite, due and tuple(rest)
+
+
+def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    # Without the work of Keras's functions. (torch has no maximum of nothing.)
+    if not all(x.numel() for x in columns):
+        return default.reduce_columns(columns, axes)
+    pairs = enumerate(columns)
+    return tuple(x.amax(axes) if i == 1 else x.sum(axes, dtype=x.dtype) for i, x in pairs)
 
 
 def writes_logs(model: Any) -> bool:
@@ -92,47 +110,58 @@ def note_loss(variable: Variable, nonfinite: Tensor) -> None:
         variable.assign(torch.maximum(variable.value, nonfinite.to(torch.float32)))
 
 
+def may_be(flag: Tensor) -> bool:
+    return torch.compiler.is_compiling() or bool(flag)
+
+
+def per_target(
+    function: Callable[..., Sequence[Tensor]], shapes: Sequence[tuple[int, ...]], *tensors: Any
+) -> Sequence[Tensor]:
+    return function("torch.compile" if torch.compiler.is_compiling() else "host", *tensors)
+
+
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-    # `flags` has brought `pred` to the host.
-    return compute() if bool(pred) else otherwise
+    if torch.compiler.is_compiling():
+        return torch.where(pred, compute(), otherwise)
+    return compute() if bool(pred) else otherwise  # `flags` has brought `pred` to the host
 
 
-def run_step(step: Callable[..., None], gradients: list[Tensor], variables: list[Variable]) -> None:
+def run_step(
+    step: Callable[..., None], gradients: list[Tensor], variables: list[Variable], inner: Any
+) -> None:
     # DistributedDataParallel has summed the gradients.
-    apply = _apply_compiled if torch.compiler.is_compiling() else _apply
-    _run_step(step, default.OneReplica(functools.partial(_update_if, apply)), gradients, variables)
+    update = _update_if
+    if torch.compiler.is_compiling():
+        half = any(v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables))
+        if half or _with_other_processes():
+            # Half precision is updated through views, which take minutes to compile.
+            return _uncompiled(step, default.OneReplica(update), gradients, variables)
+        update = _update_masked
+    step(default.OneReplica(update), gradients, variables)
 
 
-# `torch.compile` would break its graph at each number that is read, and compile forty pieces.
 @torch.compiler.disable
-def _run_step(step: Callable[..., None], *args: Any) -> None:
+def _uncompiled(step: Callable[..., None], *args: Any) -> None:
     step(*args)
 
 
 def _update_if(
-    apply: Callable[..., None],
-    keep: Tensor,
-    inner: Any,
-    gradients: list[Tensor],
-    variables: list[Variable],
+    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
 ) -> None:
     if bool(keep):  # `flags` has brought it to the host
-        apply(inner, gradients, variables)
+        inner.apply(gradients, variables)
 
 
-def _apply(inner: Any, gradients: list[Tensor], variables: list[Variable]) -> None:
-    inner.apply(gradients, variables)
-
-
-def _apply_compiled(inner: Any, gradients: list[Tensor], variables: list[Variable]) -> None:
-    # Half-precision weights and slots are updated through views, which take minutes to compile.
-    half = any(v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables))
-    (_apply if half else _compiled_apply())(inner, gradients, variables)
-
-
-@functools.cache
-def _compiled_apply() -> Callable[..., None]:
-    return torch.compile(_apply)
+def _update_masked(
+    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+) -> None:
+    # The compiler makes one select of each copy.
+    tensors = [v.value for v in (*variables, *inner.variables)]
+    with torch.no_grad():
+        before = [x.clone() for x in tensors]
+        inner.apply(gradients, variables)
+        for x, old in zip(tensors, before, strict=True):
+            x.copy_(torch.where(keep, x, old))
 
 
 def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
