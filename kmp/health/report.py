@@ -49,7 +49,8 @@ class GradientReport:
     """The measurements of an optimizer, on the host.
 
     Levels are those of the last measured step, `measured_step`. The first 100 steps are measured,
-    every overflow, and otherwise every 100th step or as often as `GradientHealth` asks.
+    every overflow and the step after it, and otherwise every 100th step or as often as
+    `GradientHealth` asks.
 
     Attributes:
         paths: `variable.path` of each row.
