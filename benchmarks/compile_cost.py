@@ -27,20 +27,20 @@ from variants import VARIANTS
 
 from kmp.cli.doctor import environment, environment_line
 
-BATCH, WIDTH = 32, 16
+BATCH = 32
 
 
-def compile_step(variant: str, layers: int) -> None:
+def compile_step(variant: str, layers: int, width: int) -> None:
     """Compile one step, with the instructions of nothing else counted."""
     keras.utils.set_random_seed(0)
-    hidden = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(layers)]
-    model = keras.Sequential([keras.Input((WIDTH,)), *hidden])
+    hidden = [keras.layers.Dense(width, activation="tanh") for _ in range(layers)]
+    model = keras.Sequential([keras.Input((width,)), *hidden])
     optimizer = VARIANTS[variant](keras.optimizers.Adam(1e-4))
     model.compile(optimizer, "mse", auto_scale_loss=False)
     optimizer.build(model.trainable_variables)
     if variant == "watched":
         optimizer.sample_gradients(100)
-    x = np.zeros((BATCH, WIDTH), "float32")
+    x = np.zeros((BATCH, width), "float32")
     model._symbolic_build(data_batch=(x, x))  # the metrics' variables
     state = tuple(
         [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
@@ -58,13 +58,13 @@ def compile_step(variant: str, layers: int) -> None:
     os._exit(0)  # what Python does at its end is not compiling
 
 
-def instructions(variant: str, layers: int) -> int:
+def instructions(variant: str, layers: int, width: int) -> int:
     """How many instructions `compile_step` takes, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "counts")
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
         command += [f"--callgrind-out-file={path}", sys.executable, __file__]
-        command += ["--one", variant, "--layers", str(layers)]
+        command += ["--one", variant, "--layers", str(layers), "--width", str(width)]
         subprocess.run(command, check=True, capture_output=True)
         return int(re.findall(r"^totals: (\d+)", path.read_text(), re.MULTILINE)[-1])
 
@@ -72,21 +72,23 @@ def instructions(variant: str, layers: int) -> int:
 def main() -> None:
     """Count, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=100, help="of width 16, two variables each")
+    parser.add_argument("--layers", type=int, default=100, help="of two variables each")
+    parser.add_argument("--width", type=int, default=16, help="of the layers")
     parser.add_argument("--variant", choices=VARIANTS, nargs="*", default=list(VARIANTS))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        compile_step(arguments.one, arguments.layers)
+        compile_step(arguments.one, arguments.layers, arguments.width)
     counts = {}
     for variant in arguments.variant:
         print(f"\r{variant}", end=" " * 9, file=sys.stderr)
-        counts[variant] = instructions(variant, arguments.layers)
+        counts[variant] = instructions(variant, arguments.layers, arguments.width)
     print(file=sys.stderr)
     facts = environment()
     if arguments.json:
-        print(json.dumps({"environment": facts, "layers": arguments.layers, "counts": counts}))
+        sizes = {"layers": arguments.layers, "width": arguments.width}
+        print(json.dumps({"environment": facts, **sizes, "counts": counts}))
         return
     print(environment_line(facts))
     for variant, count in counts.items():

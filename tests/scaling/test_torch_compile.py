@@ -109,16 +109,17 @@ def test_a_watcher_names_the_bad_batch():
 
 
 @pytest.mark.parametrize(
-    "dtype, arguments, number",
+    "dtype, arguments, processes, number",
     [
-        ("float32", {}, 0),
-        ("bfloat16", {}, 1),
-        ("float32", {"slot_dtype": "bfloat16"}, 1),
+        ("float32", {}, False, 0),
+        ("bfloat16", {}, False, 1),
+        ("float32", {"slot_dtype": "bfloat16"}, False, 1),
+        ("float32", {}, True, 1),
     ],
-    ids=["float32", "half_weights", "half_slots"],
+    ids=["float32", "half_weights", "half_slots", "processes"],
 )
-def test_an_update_through_views_is_not_compiled(monkeypatch, dtype, arguments, number):
-    """Half-precision weights and slots: `torch.compile` takes minutes for four layers."""
+def test_what_is_left_uncompiled(monkeypatch, dtype, arguments, processes, number):
+    """Half precision, which `torch.compile` takes minutes for; and what processes tell others."""
     import torch
 
     from kmp._backend.torch import core
@@ -131,6 +132,7 @@ def test_an_update_through_views_is_not_compiled(monkeypatch, dtype, arguments, 
     uncompiled = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(core, "_uncompiled", run)
+    monkeypatch.setattr(core, "_with_other_processes", lambda: processes)
     weight = keras.Variable(np.ones(3), dtype=dtype)
     optimizer = kmp.scaled("adam", "none", learning_rate=0.1, **arguments)
     optimizer.apply([torch.ones(3, dtype=getattr(torch, dtype))], [weight])
