@@ -245,7 +245,8 @@ def _complete(
 
 
 def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:
-    if target == "host":  # where stacks take time, and are made only in the steps that need them
+    if target == "host" and not any(part.stacked for part in parts):
+        # Outside XLA stacks take time, and are made only in the steps that need them.
         gradients: list[Gradient] = [None] * len(plan.sizes)
         for part in parts:
             gradients[part.members[0]] = part.values

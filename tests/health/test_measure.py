@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from oracle import MODES, compiled, few
+from oracle import MODES, Run, compiled, few
 
 import kmp
 from kmp.health import measure as health
@@ -69,6 +69,22 @@ def test_the_check_alone(mode):
     )
     found = ops.convert_to_numpy(found(gradients))
     np.testing.assert_array_equal(found > 0, [True, False, True, False])
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_measures_each_gradient(mode):
+    """Small ones of one size, which XLA gets as a stack; one of another size, and one missing."""
+    shapes = [(4,), (3,), (2, 2), (4,), (5,)]
+    variables = [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=4.0)
+    values = [np.arange(1, np.prod(shape) + 1, dtype="float32").reshape(shape) for shape in shapes]
+    run = Run(optimizer, mode, variables)
+    run.step([None if i == 3 else x for i, x in enumerate(values)])
+    expected = [measured_by_numpy(x) for x in values]
+    expected[3] = [0.0] * 4
+    for row, numbers in zip(optimizer.gradient_report().matrix, expected, strict=True):
+        assert_measured(row[:4], numbers)
 
 
 def test_half_gradients_are_measured_in_float32():
