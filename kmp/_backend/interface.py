@@ -80,7 +80,7 @@ class Backend(Protocol):
         """Whether each gradient is a tensor, and no `tf.IndexedSlices`."""
 
     def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
-        """bool[n], for each of n >= 1 tensors of floats, not empty: whether all of it is finite."""
+        """bool[n]: whether each of n >= 1 float tensors, none of them empty, is all finite."""
 
     def reduce_columns(
         self, columns: tuple[Tensor, ...], axes: tuple[int, ...]
@@ -218,7 +218,7 @@ class Backend(Protocol):
         """
 
     def sum_along(self, x: Tensor, axis: int) -> Tensor:
-        """Sum over all axes but `axis`, which keep size 1, to some units in the last place."""
+        """The sum over all axes but `axis`, as size 1, right to a few units in the last place."""
 
     # ---- Host and device -----------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ class LossScaleOptimizer(WrapsInner):
 
         Args:
             update_freq: int >= 1, training steps between two measurements of levels and details.
-                Those of the first 100 steps, of overflows and of the step after one come anyway.
+                The first 100 steps, overflows and the step after each are measured anyway.
             and_at: int, one more step to measure, by its number in training, counted from 1.
             details: bool, whether to measure weights, updates and exponents too, on samples of at
                 most 4,096 numbers a variable.

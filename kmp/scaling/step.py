@@ -149,7 +149,7 @@ class ScaledStep:
         )
 
     def _parts(self, gradients: list[Gradient]) -> list[Part]:
-        """Those that hold anything; stacked where XLA keeps a stack out of memory."""
+        """The gradients that hold numbers; small ones stacked inside XLA, which writes no stack."""
         if _backend.inside_xla():
             return self.plan.gather(gradients)
         dense, sizes = _backend.are_dense(gradients), self.plan.sizes

@@ -119,7 +119,7 @@ def test_a_watcher_names_the_bad_batch():
     ids=["float32", "half_weights", "half_slots", "processes"],
 )
 def test_what_is_left_uncompiled(monkeypatch, dtype, arguments, processes, number):
-    """Half precision, which `torch.compile` takes minutes for; and what processes tell others."""
+    """Half precision, which would take minutes to compile, and processes that share a verdict."""
     import torch
 
     from kmp._backend.torch import core
@@ -138,3 +138,27 @@ def test_what_is_left_uncompiled(monkeypatch, dtype, arguments, processes, numbe
     optimizer.apply([torch.ones(3, dtype=getattr(torch, dtype))], [weight])
     assert len(uncompiled) == number
     assert (keras.ops.convert_to_numpy(weight) < 1).all()
+
+
+@pytest.mark.parametrize("shapes", [[(4,), (), (2, 2), (), (0,), (5,)], [()], [(6000,), (7, 700)]])
+def test_a_compiled_step_measures_each_shape(monkeypatch, shapes):
+    """What is compiled, run as it is: nothing is compiled here."""
+    import torch
+
+    def measured(compiling):
+        variables = [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+        optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
+        optimizer.build(variables)
+        optimizer.scale_loss(0.0)
+        numbers = (np.arange(1, np.prod(shape) + 1, dtype="float32") for shape in shapes)
+        gradients = [
+            torch.as_tensor(4 * x.reshape(s)) for x, s in zip(numbers, shapes, strict=True)
+        ]
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.compiler, "is_compiling", lambda: compiling)
+            optimizer.apply(gradients, variables)
+        return [optimizer.gradient_report().matrix, *values(variables)]
+
+    for found, expected in zip(measured(True), measured(False), strict=True):
+        # Sums of squares in float32, in another order.
+        np.testing.assert_allclose(found, expected, rtol=1e-6)

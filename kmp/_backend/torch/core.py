@@ -90,7 +90,10 @@ def flags(
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    # Without the work of Keras's functions. (torch has no maximum of nothing.)
+    # Without the work of Keras's functions. (torch has no maximum of nothing, and takes no axis for
+    # all of them.)
+    if not axes:
+        return columns
     if not all(x.numel() for x in columns):
         return default.reduce_columns(columns, axes)
     pairs = enumerate(columns)
@@ -134,7 +137,8 @@ def run_step(
     if torch.compiler.is_compiling():
         half = any(v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables))
         if half or _with_other_processes():
-            # Half precision is updated through views, which take minutes to compile.
+            # Half precision is updated through views, which take minutes to compile; processes
+            # wait for each other.
             return _uncompiled(step, default.OneReplica(update), gradients, variables)
         update = _update_masked
     step(default.OneReplica(update), gradients, variables)
@@ -155,7 +159,7 @@ def _update_if(
 def _update_masked(
     keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
 ) -> None:
-    # The compiler makes one select of each copy.
+    # As XLA does: update, and keep the old values where the step is skipped.
     tensors = [v.value for v in (*variables, *inner.variables)]
     with torch.no_grad():
         before = [x.clone() for x in tensors]
