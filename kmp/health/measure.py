@@ -50,14 +50,20 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
     [5.0, 4.0, 0.5, 0.0]
     """
 
-    def join(columns: Columns) -> Tensor:
-        return ops.stack([ops.cast(x, "float32") for x in columns], axis=1)
-
-    table = reduce_parts(_look_at_levels, join, parts, len(sizes), together)
-    squares, max_abs, nonzero, nonfinite = (table[:, i] for i in range(4))
+    table = reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
     present = {i for part in parts for i in part.members}
     whole = [float(n if i in present else 0) for i, n in enumerate(sizes)]
-    whole = ops.convert_to_tensor(whole, "float32")
+    return _levels(table, ops.convert_to_tensor(whole, "float32"))
+
+
+@_backend.compiled
+def _table(columns: Columns) -> Tensor:
+    return ops.stack([ops.cast(x, "float32") for x in columns], axis=1)
+
+
+@_backend.compiled
+def _levels(table: Tensor, whole: Tensor) -> Tensor:
+    squares, max_abs, nonzero, nonfinite = (table[:, i] for i in range(4))
     zero_share = (whole - nonzero) / ops.maximum(whole, 1.0)
     return ops.stack([ops.sqrt(squares), max_abs, zero_share, nonfinite], axis=1)
 
@@ -97,6 +103,7 @@ def _look_for_nonfinite(values: Tensor) -> Columns:
     return nonfinite, nonfinite
 
 
+@_backend.compiled
 def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
     """Count the variables with a non-finite gradient, and find the one to blame.
 
@@ -113,6 +120,7 @@ def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
     return _backend.reduce_columns((bad, bad * ops.arange(bad.shape[0], dtype="int32")), (0,))
 
 
+@_backend.compiled
 def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
     """Update the matrix of measurements with a step's levels and counts.
 
@@ -132,6 +140,7 @@ def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
     return ops.concatenate([levels[:, :NONFINITE], ops.stack(counts, axis=1)], axis=1)
 
 
+@_backend.compiled
 def add_event(
     events: Tensor, step: Tensor, scale: Tensor, blamed: Sequence[Tensor], loss_finite: Tensor
 ) -> Tensor:
@@ -168,24 +177,26 @@ def mark_loss(events: Tensor, nonfinite: Tensor) -> Tensor:
     return ops.where(nonfinite, events * ops.convert_to_tensor(mark), events)
 
 
-def due(step: Tensor, sampling: Tensor, last_overflow: Tensor) -> tuple[Tensor, Tensor]:
+@_backend.compiled
+def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]:
     """Tell whether to measure this step, leaving aside whether its gradients overflow.
 
     Args:
         step: int32[], counted from 1.
         sampling: int32[4]: the interval in steps (0: every 100), one further step to measure, and
             the last steps with levels and with details, from `sampled`.
-        last_overflow: float32[], the number of the last step that overflowed.
+        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
 
     Returns:
         bool[], whether to measure the levels; bool[], whether to measure the details.
     """
     interval = ops.where(ops.equal(sampling[0], 0), INTERVAL, sampling[0])
     sampled = (step % interval == 0) | (step == sampling[1])
-    after_overflow = ops.cast(last_overflow, "int32") == step - 1
+    after_overflow = ops.cast(events[0, EVENT_COLUMNS.index("step")], "int32") == step - 1
     return sampled | (step <= FIRST_STEPS) | after_overflow, sampled
 
 
+@_backend.compiled
 def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:
     """int32[4]: `sampling` with this step as the last with levels, or with details, if it is."""
     last = [ops.where(levels, step, sampling[2]), ops.where(details, step, sampling[3])]

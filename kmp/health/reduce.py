@@ -76,11 +76,16 @@ def gather(
             small.setdefault((size, str(x.dtype), kind), []).append(i)
         else:
             large.append(Part(x, (i,), False, kind, dense[i]))
-    for (size, _, kind), everyone in small.items():
+    for (_, _, kind), everyone in small.items():
         for members in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
-            rows = [ops.reshape(gradients[i], (size,)) for i in members]
-            parts.append(Part(ops.stack(rows), tuple(members), True, kind))
+            rows = _as_rows([gradients[i] for i in members])
+            parts.append(Part(rows, tuple(members), True, kind))
     return parts + large
+
+
+@_backend.compiled
+def _as_rows(tensors: Sequence[Tensor]) -> Tensor:
+    return ops.stack([ops.reshape(x, (-1,)) for x in tensors])
 
 
 def reduce_parts(

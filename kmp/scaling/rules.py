@@ -6,21 +6,16 @@ and `tf.function`, in a custom loop or in `kmp.scaled`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import keras
 from keras import ops
 
+from kmp import _backend
 from kmp._backend.types import Tensor, Tree
-from kmp._common import (
-    check_factors,
-    check_scales,
-    is_number,
-    number,
-    scale_number,
-    whole_number,
-)
+from kmp._common import check_factors, check_scales, is_number, number, scale_number, whole_number
 from kmp.precision.trees import multiply
 
 
@@ -233,18 +228,8 @@ class DynamicLossScale(_Rule):
         Returns:
             `ScaleState` whose scale is finite and in [`min_scale`, `max_scale`].
         """
-        counted = _counted(state, finite)
-        grow = counted.finite_steps >= self.growth_interval
-        back_off = counted.overflows >= self.hysteresis
-        # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
-        factors = self.growth_factor, self.backoff_factor, 1.0
-        growth, backoff, one = (ops.convert_to_tensor(x, "float32") for x in factors)
-        factor = ops.where(grow, growth, ops.where(back_off, backoff, one))
-        return ScaleState(
-            scale=ops.clip(counted.scale * factor, self.min_scale, self.max_scale),
-            finite_steps=_zero_unless(~grow, counted.finite_steps),
-            overflows=counted.overflows,
-        )
+        limits = self.growth_interval, self.hysteresis, self.min_scale, self.max_scale
+        return _moved((self.growth_factor, self.backoff_factor, 1.0), limits, state, finite)
 
 
 def get(identifier: Any) -> LossScale:
@@ -293,6 +278,21 @@ def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
         scale=ops.convert_to_tensor(state.scale, "float32"),
         finite_steps=_zero_unless(finite, ops.add(state.finite_steps, 1)),
         overflows=_zero_unless(~finite, ops.add(state.overflows, 1)),
+    )
+
+
+@functools.partial(_backend.compiled, static=(0, 1))
+def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> ScaleState:
+    counted = _counted(state, finite)
+    growth_interval, hysteresis, min_scale, max_scale = limits
+    grow, back_off = counted.finite_steps >= growth_interval, counted.overflows >= hysteresis
+    # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
+    growth, backoff, one = (ops.convert_to_tensor(x, "float32") for x in factors)
+    factor = ops.where(grow, growth, ops.where(back_off, backoff, one))
+    return ScaleState(
+        scale=ops.clip(counted.scale * factor, min_scale, max_scale),
+        finite_steps=_zero_unless(~grow, counted.finite_steps),
+        overflows=counted.overflows,
     )
 
 

@@ -42,8 +42,8 @@ class Telemetry:
 
     def due(self, step: Tensor) -> tuple[Tensor, Tensor]:
         """bool[] and bool[]: whether the step of this number measures levels, and details."""
-        last_overflow = ops.convert_to_tensor(self.events)[0, 0]
-        return measure.due(step, ops.convert_to_tensor(self.sampling), last_overflow)
+        sampling, events = map(ops.convert_to_tensor, (self.sampling, self.events))
+        return measure.due(step, sampling, events)
 
     def sample(self, update_freq: Any, and_at: int) -> None:
         """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""

@@ -184,22 +184,22 @@ def test_details_are_of_the_last_sampled_step(every, last):
     assert ops.convert_to_numpy(optimizer.telemetry.sampling).tolist() == [7, 30, 12, last]
 
 
-def test_levels_stand_still_between_samples_and_events_do_not(monkeypatch):
-    monkeypatch.setattr(kmp.health.measure, "FIRST_STEPS", 3)
-    report = train(9, 4, poisoned=[6]).gradient_report()
-    assert report.measured_step == 8
-    assert [(e.step, e.num_variables) for e in report.events] == [(6, 4)]
+def test_levels_stand_still_between_samples_and_events_do_not():
+    report = train(109, 4, poisoned=[106]).gradient_report()
+    assert report.measured_step == 108
+    assert [(e.step, e.num_variables) for e in report.events] == [(106, 4)]
     assert report.events[0].first_variable == report.paths[-1]
     assert report.events[0].loss_finite == (BACKEND == "jax")  # not told
     assert set(report.overflowed.values()) == {1}
-    assert train(6, 4, poisoned=[6]).gradient_report().measured_step == 6  # an overflow is measured
+    # An overflow is measured.
+    assert train(106, 4, poisoned=[106]).gradient_report().measured_step == 106
 
 
-def test_the_step_after_an_overflow_is_measured(monkeypatch):
+def test_the_step_after_an_overflow_is_measured():
     """It knows of its own levels, and the overflow's are not taken for them."""
-    monkeypatch.setattr(kmp.health.measure, "FIRST_STEPS", 3)
-    overflow, after, later = (train(n, 100, poisoned=[6]).gradient_report() for n in (6, 7, 8))
-    assert [x.measured_step for x in (overflow, after, later)] == [6, 7, 7]
+    steps = 106, 107, 108
+    overflow, after, later = (train(n, 100, poisoned=[106]).gradient_report() for n in steps)
+    assert [x.measured_step for x in (overflow, after, later)] == [106, 107, 107]
     assert overflow.matrix[:, 3].all()
     assert not after.matrix[:, 3].any() and after.matrix[:, 0].all()
 

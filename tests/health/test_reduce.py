@@ -1,5 +1,6 @@
 """Gradients reduced together give the numbers of each of them alone, on every path of the step."""
 
+import contextlib
 import functools
 import re
 
@@ -123,14 +124,11 @@ def test_neither_masks_nor_true_gradients_are_written():
         assert sorted(ours) == sorted(plain)
 
 
-@pytest.mark.only("jax")
-def test_an_eager_step_compiles_nothing_that_an_earlier_one_did():
+@contextlib.contextmanager
+def compilations():
+    """The programs that JAX compiles meanwhile."""
     import jax
 
-    run = Run(kmp.scaled("adam"))
-    good, bad = [np.ones((4, 3)), np.ones(3)], [np.full((4, 3), np.nan), np.ones(3)]
-    for gradients in (good, bad):
-        run.step(gradients)
     heard = []
 
     def listen(event, seconds, **details):
@@ -139,13 +137,46 @@ def test_an_eager_step_compiles_nothing_that_an_earlier_one_did():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
+        yield heard
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.only("jax")
+def test_an_eager_step_compiles_nothing_that_an_earlier_one_did():
+    import jax
+
+    run = Run(kmp.scaled("adam"))
+    good, bad = [np.ones((4, 3)), np.ones(3)], [np.full((4, 3), np.nan), np.ones(3)]
+    for gradients in (good, bad):
+        run.step(gradients)
+    with compilations() as heard:
         for gradients in (good, bad):
             run.step(gradients)
         assert not heard
         jax.jit(lambda x: x + 1)(1.0)
         assert heard  # a new function is
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.only("jax")
+def test_an_eager_step_compiles_few_programs():
+    """However many variables of a shape there are."""
+    import jax
+
+    def programs(optimizer):
+        jax.clear_caches()
+        variables = [keras.Variable(np.ones(shape)) for shape in [(16, 16), (16,)] * 70]
+        optimizer.build(variables)
+        if isinstance(optimizer, kmp.LossScaleOptimizer):
+            optimizer.scale_loss(1.0)
+        with compilations() as heard:
+            optimizer.apply([jax.numpy.ones(v.shape) for v in variables], variables)
+        return len(heard)
+
+    adam = keras.optimizers.Adam
+    plain = programs(adam())
+    assert programs(kmp.LossScaleOptimizer(adam(), measure_gradients=False)) <= plain + 30
+    assert programs(kmp.LossScaleOptimizer(adam())) <= plain + 40
 
 
 @pytest.mark.only("torch")

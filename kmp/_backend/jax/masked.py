@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import keras
 from jax import numpy as jnp
 
@@ -51,6 +52,10 @@ def run_step(
 def _update_if(
     keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
 ) -> None:
+    if not isinstance(keep, jax.core.Tracer):
+        if keep:
+            inner.apply(gradients, variables)
+        return
     with _MaskedScope(keep), _accumulating_by_selects(inner):
         inner.apply(gradients, variables)
 
