@@ -77,7 +77,7 @@ def wheel(sdist):
     return path
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist"])
+@pytest.fixture(scope="module", params=["wheel", pytest.param("sdist", marks=on_one_backend)])
 def installed(request, built, wheel, tmp_path_factory):
     """The programs of an environment with one of the files; this one has what it requires."""
     package = {"wheel": wheel, "sdist": built[0]}[request.param]
