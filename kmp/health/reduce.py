@@ -76,16 +76,17 @@ def gather(
             small.setdefault((size, str(x.dtype), kind), []).append(i)
         else:
             large.append(Part(x, (i,), False, kind, dense[i]))
-    for (_, _, kind), everyone in small.items():
+    for (size, _, kind), everyone in small.items():
         for members in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
-            rows = _as_rows([gradients[i] for i in members])
+            rows = _as_rows(size, [gradients[i] for i in members])
             parts.append(Part(rows, tuple(members), True, kind))
     return parts + large
 
 
-@_backend.compiled
-def _as_rows(tensors: Sequence[Tensor]) -> Tensor:
-    return ops.stack([ops.reshape(x, (-1,)) for x in tensors])
+@functools.partial(_backend.compiled, static=(0,))
+def _as_rows(size: int, tensors: Sequence[Tensor]) -> Tensor:
+    # TensorFlow does not know the size of every gradient while it traces.
+    return ops.stack([ops.reshape(x, (size,)) for x in tensors])
 
 
 def reduce_parts(

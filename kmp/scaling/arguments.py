@@ -199,7 +199,9 @@ def _checked(gradient: Any, variable: Variable) -> Gradient:
         gradient = ops.convert_to_tensor(gradient, dtype)
     elif not keras.backend.is_float_dtype(keras.backend.standardize_dtype(gradient.dtype)):
         gradient = ops.cast(gradient, dtype)
-    if tuple(gradient.shape) != tuple(variable.shape) and None not in gradient.shape:
+    if not getattr(gradient.shape, "is_fully_defined", lambda: True)():
+        return gradient  # TensorFlow knows its shape only when the step runs
+    if tuple(gradient.shape) != tuple(variable.shape):
         raise ValueError(
             "A gradient must have the shape of its variable. Received: a gradient of shape "
             f"{tuple(gradient.shape)} for {_name(variable)!r} of shape {tuple(variable.shape)}. "

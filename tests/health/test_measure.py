@@ -87,6 +87,30 @@ def test_a_step_measures_each_gradient(mode):
         assert_measured(row[:4], numbers)
 
 
+@pytest.mark.only("tensorflow")
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])  # an integer becomes a float first
+def test_shapes_that_tensorflow_does_not_know_while_it_traces(jit_compile, dtype):
+    """As of gradients in keras-hub's Mistral and ALBERT; the variables' are known."""
+    import tensorflow as tf
+
+    shapes = [(4,), (3,), (2, 2), (), (70, 70), (70, 70)]
+    variables = [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+    optimizer = kmp.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=4.0)
+    optimizer.build(variables)
+    optimizer.sample_gradients(1)
+    values = [np.arange(1, np.prod(shape) + 1, dtype=dtype).reshape(shape) for shape in shapes]
+
+    @tf.function(jit_compile=jit_compile, input_signature=[[tf.TensorSpec(None, dtype)] * 6])
+    def step(gradients):
+        optimizer.scale_loss(0.0)
+        optimizer.apply(gradients, variables)
+
+    step([4 * x for x in values])
+    for row, numbers in zip(optimizer.gradient_report().matrix, values, strict=True):
+        assert_measured(row[:4], measured_by_numpy(numbers))
+
+
 def test_half_gradients_are_measured_in_float32():
     """60000 ** 2 is inf in float16, and 4096 ones sum to 2048 there."""
     row = measure([ops.full((4096,), 60000.0, "float16")], [4096])[0]

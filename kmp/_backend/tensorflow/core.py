@@ -173,10 +173,17 @@ def update_if(
 def run_step(
     step: Callable[..., None], gradients: list[Gradient], variables: list[Variable], inner: Any
 ) -> None:
+    gradients = [_of_known_shape(x, v) for x, v in zip(gradients, variables, strict=True)]
     if tf.distribute.has_strategy():
         step_on_replicas(step, gradients, variables)
     else:
         step(default.OneReplica(update_if), gradients, variables)
+
+
+def _of_known_shape(gradient: Gradient, variable: Variable) -> Gradient:
+    if not isinstance(gradient, tf.Tensor) or gradient.shape.is_fully_defined():
+        return gradient
+    return tf.ensure_shape(gradient, variable.shape)
 
 
 def around_train_step(
