@@ -132,7 +132,13 @@ class _Values:
         return has_nonfinite(self.of(call.outputs))
 
     def is_answered(self, call: Call) -> bool:
-        """Whether all layers that take the outputs as they are end in finite numbers."""
+        """Whether all layers that take the outputs as they are end in finite numbers.
+
+        Not if the layer has NaN in its weights, which nobody intends: max pooling on TensorFlow
+        turns NaN into the lowest number of the dtype.
+        """
+        if any(stats.nans for stats in measure(getattr(call.layer, "variables", []))):
+            return False
         if id(call) not in self._answered:
             takers = [u for x in floats(call.outputs) for u in self._users.get(id(x), [])]
             later = [u for u in takers if u.span[0] > call.span[1]]  # not itself, not its children

@@ -14,7 +14,7 @@ from kmp._backend.types import Gradient, Tensor, Tree
 from kmp._keras import check_model, takes_training
 from kmp._keras.calls import Call, Recorder, recording
 from kmp._keras.state import copy_masks
-from kmp.debug.stats import floats, is_float_tensor
+from kmp.debug.stats import floats, has_nonfinite, is_float_tensor, measure
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 Batch: TypeAlias = tuple[Tree, Tree, Tree]  # x, y and sample_weight
@@ -82,14 +82,18 @@ def forward(
 
     Returns:
         The recorder, with those calls alone whose tensors hold numbers; the outputs; and the loss,
-        None without one.
+        None without one or if it raises for outputs that are not finite.
     """
     x, y, sample_weight = batch
     recorder, loss = Recorder(), None
     with recording(recorder):
         outputs = call_model(model, x, training)
         if with_loss:
-            loss = Loss(model)(x, y, outputs, sample_weight, training=training)
+            try:
+                loss = Loss(model)(x, y, outputs, sample_weight, training=training)
+            except Exception:  # binary cross-entropy on torch refuses NaN
+                if not has_nonfinite(measure(outputs)):
+                    raise
     recorder.calls = [call for call in recorder.calls if _holds_numbers(call)]
     recorded = {id(call) for call in recorder.calls}
     for call in recorder.calls:

@@ -7,6 +7,7 @@ from architectures import backward_through, make
 from keras import layers, ops
 
 import kmp
+from kmp import _backend
 
 HALF = "mixed_float16"
 X = np.ones((2, 4), "float32")
@@ -307,3 +308,35 @@ def test_the_model_raises_what_it_raises():
     model, x, y = make("residual")
     with pytest.raises(Exception, match="expected shape"):
         kmp.debug.locate_nonfinite(model, x[:, :3], y)
+
+
+def test_weights_that_are_nan_are_never_meant():
+    """Max pooling on TensorFlow turns NaN into the lowest number of the dtype."""
+    poisoned = ones(4, "poisoned")
+    pool = layers.Lambda(lambda x: ops.where(ops.isnan(x), -6e4, x), name="pool", dtype=HALF)
+    model = sequential(ones(4, "first"), poisoned, pool, ones(4, "loud"))
+    poisoned.kernel.assign(np.full((4, 4), np.nan))
+    report = kmp.debug.locate_nonfinite(model, X)
+    assert report.path == "net/poisoned", str(report)
+    assert "16 numbers of its variable net/poisoned/kernel are not finite" in report.cause
+
+
+def test_a_loss_that_refuses_nan_leads_to_the_layer():
+    """Binary cross-entropy on torch does."""
+    model = compiled(sequential(ones(4, "loud"), layers.Dense(1, "sigmoid")), strict_loss)
+    y = np.ones((2, 1))
+    assert kmp.debug.locate_nonfinite(model, X, y, loss_scale=1.0).phase is None
+    model.layers[0].bias.assign(np.full(4, np.nan))
+    assert kmp.debug.locate_nonfinite(model, X, y).path == "net/loud"
+    model.layers[0].bias.assign(np.zeros(4))
+    with pytest.raises(ValueError, match="labels below 0"):
+        kmp.debug.locate_nonfinite(model, X, -y)
+
+
+def strict_loss(y, p):
+    if _backend.is_concrete(p):
+        if (ops.convert_to_numpy(y) < 0).any():
+            raise ValueError("labels below 0")
+        if np.isnan(ops.convert_to_numpy(p)).any():
+            raise ValueError("not a probability")
+    return ops.mean(ops.square(p - y))
