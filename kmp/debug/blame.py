@@ -102,6 +102,11 @@ def is_in_loss(call: Call) -> bool:
     return isinstance(call.layer, Loss)
 
 
+def has_nan_weights(call: Call) -> bool:
+    """Whether a variable of the layer that is called, or of one inside it, holds NaN."""
+    return any(stats.nans for stats in measure(getattr(call.layer, "variables", [])))
+
+
 def _moved_to_loss(blame: Blame) -> Blame:
     """A place in the code of `compute_loss` belongs to the loss, and to no layer."""
     if blame.call is None or not isinstance(blame.call.layer, Loss):
@@ -137,7 +142,7 @@ class _Values:
         Not if the layer has NaN in its weights, which nobody intends: max pooling on TensorFlow
         turns NaN into the lowest number of the dtype.
         """
-        if any(stats.nans for stats in measure(getattr(call.layer, "variables", []))):
+        if has_nan_weights(call):
             return False
         if id(call) not in self._answered:
             takers = [u for x in floats(call.outputs) for u in self._users.get(id(x), [])]

@@ -6,7 +6,7 @@ import keras
 
 from kmp._backend.types import Tensor, Tree
 from kmp._common import scale_number
-from kmp.debug.blame import Blame, Cotangents, first_bad_value, is_in_loss
+from kmp.debug.blame import Blame, Cotangents, first_bad_value, has_nan_weights, is_in_loss
 from kmp.debug.causes import backward_cause, forward_cause
 from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
@@ -108,8 +108,9 @@ def locate_nonfinite(
 
     Replays one batch, eagerly: forward as in training, then, if `y` is given, backward from the
     compiled loss times the loss scale. What a later layer or the loss answers with finite numbers,
-    such as a mask of -inf, is meant. The layer to blame is run once more in float32, to tell a
-    number that is too large for its dtype from one that is wrong in any.
+    such as a mask of -inf, is meant, but for what weights of NaN lead to. The layer to blame is run
+    once more in float32, to tell a number that is too large for its dtype from one that is wrong in
+    any.
     Sequential, functional and subclassed models, nested and shared layers. Everything is put back:
     weights, statistics, metrics, the optimizer, dtype policies, random states; also when the model
     raises.
@@ -176,8 +177,10 @@ def first_blame(
         if not has_nonfinite(measure(outputs)):  # then the model is not to blame
             calls = [call for call in calls if is_in_loss(call)]
         return first_bad_value(calls) or _end(outputs, loss)
-    if scale is None:
-        return None
+    # Fused attention answers NaN with 0 on torch, where only the gradients are NaN then.
+    poisoned = first_bad_value([call for call in recorder.calls if has_nan_weights(call)])
+    if poisoned or scale is None:
+        return poisoned
     preserved.restore()
     cotangents = Cotangents()
     keys = {call.key for call in recorder.calls}

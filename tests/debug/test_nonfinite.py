@@ -310,11 +310,12 @@ def test_the_model_raises_what_it_raises():
         kmp.debug.locate_nonfinite(model, x[:, :3], y)
 
 
-def test_weights_that_are_nan_are_never_meant():
-    """Max pooling on TensorFlow turns NaN into the lowest number of the dtype."""
+@pytest.mark.parametrize("answer", [-6e4, 0.0], ids=["pooling", "attention"])
+def test_weights_that_are_nan_are_never_meant(answer):
+    """Max pooling on TensorFlow turns NaN into -65504, fused attention on torch into 0."""
     poisoned = ones(4, "poisoned")
-    pool = layers.Lambda(lambda x: ops.where(ops.isnan(x), -6e4, x), name="pool", dtype=HALF)
-    model = sequential(ones(4, "first"), poisoned, pool, ones(4, "loud"))
+    fill = layers.Lambda(lambda x: ops.where(ops.isnan(x), answer, x), name="fill", dtype=HALF)
+    model = sequential(ones(4, "first"), poisoned, fill, ones(4, "last"))
     poisoned.kernel.assign(np.full((4, 4), np.nan))
     report = kmp.debug.locate_nonfinite(model, X)
     assert report.path == "net/poisoned", str(report)
