@@ -64,6 +64,21 @@ def first_bad_value(calls: Sequence[Call]) -> Blame | None:
     return data
 
 
+def first_nan_weights(calls: Sequence[Call]) -> Blame | None:
+    """The first call that makes finite numbers others, and has NaN in its weights.
+
+    Nobody intends that, whatever later layers answer: max pooling turns NaN into the lowest number
+    of the dtype on TensorFlow, and fused attention into 0 on torch, where only gradients are NaN.
+    """
+    for call in sorted(calls, key=lambda call: call.span[1]):
+        inputs, outputs = measure(call.received), measure(call.outputs)
+        if not has_nonfinite(outputs) or has_nonfinite(inputs):
+            continue
+        if any(stats.nans for stats in measure(getattr(call.layer, "variables", []))):
+            return Blame("forward", call, "layer", inputs=inputs, outputs=outputs)
+    return None
+
+
 def _blame_at(values: "_Values", time: int, call: Call, role: str) -> Any:
     """Who made what is not finite at one end of a call; None if it shows only at the other."""
     outputs = values.of(call.outputs)
@@ -102,11 +117,6 @@ def is_in_loss(call: Call) -> bool:
     return isinstance(call.layer, Loss)
 
 
-def has_nan_weights(call: Call) -> bool:
-    """Whether a variable of the layer that is called, or of one inside it, holds NaN."""
-    return any(stats.nans for stats in measure(getattr(call.layer, "variables", [])))
-
-
 def _moved_to_loss(blame: Blame) -> Blame:
     """A place in the code of `compute_loss` belongs to the loss, and to no layer."""
     if blame.call is None or not isinstance(blame.call.layer, Loss):
@@ -137,13 +147,7 @@ class _Values:
         return has_nonfinite(self.of(call.outputs))
 
     def is_answered(self, call: Call) -> bool:
-        """Whether all layers that take the outputs as they are end in finite numbers.
-
-        Not if the layer has NaN in its weights, which nobody intends: max pooling on TensorFlow
-        turns NaN into the lowest number of the dtype.
-        """
-        if has_nan_weights(call):
-            return False
+        """Whether all layers that take the outputs as they are end in finite numbers."""
         if id(call) not in self._answered:
             takers = [u for x in floats(call.outputs) for u in self._users.get(id(x), [])]
             later = [u for u in takers if u.span[0] > call.span[1]]  # not itself, not its children

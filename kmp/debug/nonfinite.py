@@ -6,7 +6,7 @@ import keras
 
 from kmp._backend.types import Tensor, Tree
 from kmp._common import scale_number
-from kmp.debug.blame import Blame, Cotangents, first_bad_value, has_nan_weights, is_in_loss
+from kmp.debug.blame import Blame, Cotangents, first_bad_value, first_nan_weights, is_in_loss
 from kmp.debug.causes import backward_cause, forward_cause
 from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
@@ -172,15 +172,15 @@ def first_blame(
     """
     preserved.restore()
     recorder, outputs, loss = forward(model, batch, training=True, with_loss=scale is not None)
+    if blame := first_nan_weights(recorder.calls):
+        return blame
     if has_nonfinite(measure(outputs if loss is None else loss)):
         calls = recorder.calls
         if not has_nonfinite(measure(outputs)):  # then the model is not to blame
             calls = [call for call in calls if is_in_loss(call)]
         return first_bad_value(calls) or _end(outputs, loss)
-    # Fused attention answers NaN with 0 on torch, where only the gradients are NaN then.
-    poisoned = first_bad_value([call for call in recorder.calls if has_nan_weights(call)])
-    if poisoned or scale is None:
-        return poisoned
+    if scale is None:
+        return None
     preserved.restore()
     cotangents = Cotangents()
     keys = {call.key for call in recorder.calls}

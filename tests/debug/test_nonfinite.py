@@ -322,6 +322,16 @@ def test_weights_that_are_nan_are_never_meant(answer):
     assert "16 numbers of its variable net/poisoned/kernel are not finite" in report.cause
 
 
+def test_weights_that_are_nan_come_before_a_mask_that_they_spoil():
+    inputs = keras.Input((4,))
+    poisoned = ones(4, "poisoned")
+    masked = layers.Add(dtype=HALF)([Mask(dtype=HALF)(inputs), poisoned(inputs)])
+    model = keras.Model(inputs, layers.Softmax(dtype=HALF)(masked))
+    assert kmp.debug.locate_nonfinite(model, X).phase is None
+    poisoned.bias.assign(np.full(4, np.nan))
+    assert kmp.debug.locate_nonfinite(model, X).path == "poisoned"
+
+
 def test_a_loss_that_refuses_nan_leads_to_the_layer():
     """Binary cross-entropy on torch does."""
     model = compiled(sequential(ones(4, "loud"), layers.Dense(1, "sigmoid")), strict_loss)
