@@ -75,7 +75,7 @@ programs: $(VENV)-programs/stamp
 $(VENV)-programs/stamp: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-programs
 	$(VENV)-programs/bin/pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[tensorflow,jax,programs,test]'
+	  --constraint constraints.txt --editable '.[tensorflow,jax,torch,programs,test]'
 	@touch $@
 
 # The site, in build/site. A warning, or a link that leads nowhere, is an error.

@@ -42,11 +42,12 @@ python benchmarks/programs/table.py --only gpt2     # one row anew
 A cell says *works*, *Keras cannot* (plain Keras fails in the same place) or *kmp cannot*. What a
 cell that works has found stands in the second table. `fit` is compiled, on TensorFlow without XLA
 unless `PROGRAMS_XLA=1` is set; on TensorFlow the other columns train eagerly, which is quicker for
-a step or two. Layers that are frozen are left out of `quantize_aware`, and of the GAN, which has no
-`call`, the tools of `kmp.debug` are given the critic, as their message asks; of BayesFlow's
-approximator, its flow. BayesFlow's own `train_step` scales no loss: the verdict STALLED says so.
-Keras's attention without dropout is JAX's own, which has no float16 on CPUs, where this page was
-made: on JAX these cells of the ViT and others say *Keras cannot*.
+a step or two. On PyTorch all run eagerly, as they do in Keras by default. Layers that are frozen
+are left out of `quantize_aware`, and of the GAN, which has no `call`, the tools of `kmp.debug` are
+given the critic, as their message asks; of BayesFlow's approximator, its flow. BayesFlow's own
+`train_step` scales no loss: the verdict STALLED says so. Keras's attention without dropout is JAX's
+own, which has no float16 on CPUs, where this page was made: on JAX these cells of the ViT and
+others say *Keras cannot*.
 """
 
 
@@ -65,7 +66,7 @@ def section(backend: str, rows: dict[str, dict]) -> list[str]:
     """The two tables of a backend."""
     cells = [cell for row in rows.values() for cell in row.values()]
     counts = [f"{sum(c['state'] == state for c in cells)} {state}" for state in MARKS]
-    title = {"tensorflow": "TensorFlow", "jax": "JAX"}[backend]
+    title = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}[backend]
     run = sum(bool(row) for row in rows.values())
     lines = ["", f"## On {title}", "", f"Cells of {run} programs: {', '.join(counts)}.", ""]
     lines += [f"| program | from | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
@@ -99,7 +100,7 @@ def escaped(text: str) -> str:
 def versions() -> list[str]:
     """The packages that count, with their versions."""
     found = []
-    for package in ("keras", "keras-hub", "keras-rs", "bayesflow", "tensorflow", "jax"):
+    for package in ("keras", "keras-hub", "keras-rs", "bayesflow", "tensorflow", "jax", "torch"):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:

@@ -34,7 +34,7 @@ class Program:
     batch: Callable[[], tuple[Any, Any]]
     loss: Any = None
     compile: Callable[..., None] | None = None
-    backends: tuple[str, ...] = ("tensorflow", "jax")
+    backends: tuple[str, ...] = ("tensorflow", "jax", "torch")
     callable: bool = True
     part: Callable[[keras.Model], tuple[keras.Model, Any, Any]] | None = None
     logged: str = "loss"

@@ -2,7 +2,7 @@
 
     python benchmarks/programs/table.py                  every program, an hour; then the page
     python benchmarks/programs/table.py --only gpt2 --columns file audit    these cells anew
-    python benchmarks/programs/table.py --backend jax    the same on JAX, into tables of its own
+    python benchmarks/programs/table.py --backend jax    the same on JAX (or torch), in other tables
     python benchmarks/programs/table.py --page           the page from the results that are there
 
 Each row is filled by a process of its own, and begun again behind a cell that crashes or takes too
@@ -98,7 +98,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(CATALOGUE), default=list(CATALOGUE))
     parser.add_argument("--columns", nargs="+", choices=list(COLUMNS), default=list(COLUMNS))
-    parser.add_argument("--backend", choices=["tensorflow", "jax"], default="tensorflow")
+    parser.add_argument("--backend", choices=["tensorflow", "jax", "torch"], default="tensorflow")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a cell")
     parser.add_argument("--missing", action="store_true", help="only cells without a result")
     parser.add_argument("--page", action="store_true", help="write the page, run nothing")
@@ -119,7 +119,7 @@ def main() -> None:
         for column in columns:
             print(f"{name:18s} {column:18s} {row[column]['state']}: {row[column]['text']}")
         sys.stdout.flush()
-    every = {backend: load(backend) for backend in ("tensorflow", "jax")}
+    every = {backend: load(backend) for backend in ("tensorflow", "jax", "torch")}
     arguments.output.write_text(markdown(every), encoding="utf-8")
 
 
