@@ -17,6 +17,7 @@ from kmp._backend.default import (
     map_gradient_values,
     may_be,
     multiply,
+    outside_trace,
     preserved,
     retype,
     segment_sum,

@@ -1,6 +1,7 @@
 """The TensorFlow side of `kmp._backend`."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ from keras import ops
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
+from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2  # nor past one
 
 from kmp._backend import default
 from kmp._backend.tensorflow.distribute import keep_old_values, step_on_replicas
@@ -186,6 +188,30 @@ def _of_known_shape(gradient: Gradient, variable: Variable) -> Gradient:
     return tf.ensure_shape(gradient, variable.shape)
 
 
+@contextlib.contextmanager
+def outside_trace(variables: Sequence[Variable]) -> Iterator[None]:
+    # A function that creates variables while TensorFlow traces it is traced a second time, for the
+    # trace that is kept. So these are created outside of the function, which does not notice.
+    if tf.executing_eagerly() or not _have_values(variables):
+        yield
+        return
+    with tf.init_scope(), tf.variable_creator_scope(_created_unnoticed):
+        yield
+
+
+def _have_values(variables: Sequence[Variable]) -> bool:
+    """False for those of a model that is built by the very trace, and for replicas'."""
+    stored = [getattr(v, "_value", v) for v in variables]
+    if not all(isinstance(v, tf.Variable) for v in stored) or tf.distribute.has_strategy():
+        return False
+    with tf.init_scope():
+        return tf.executing_eagerly() and all(bool(v.is_initialized()) for v in stored)
+
+
+def _created_unnoticed(next_creator: Any, **arguments: Any) -> tf.Variable:
+    return default_variable_creator_v2(**arguments)  # `next_creator` is the function's
+
+
 def around_train_step(
     model: Any,
     train_step: Callable[..., Any],
@@ -200,7 +226,8 @@ def around_train_step(
         of_keras = type(model).train_step is keras.Model.train_step
         metrics_built = getattr(model._compile_metrics, "built", True)
         if not (model.optimizer.built and (metrics_built or not of_keras)):
-            model._symbolic_build(data_batch=data)
+            with outside_trace(()):
+                model._symbolic_build(data_batch=data)
         return around(data)
 
     return step
