@@ -60,7 +60,6 @@ matmul_float32 = _backend.matmul_float32
 may_be = _backend.may_be
 multiply = _backend.multiply
 note_loss = _backend.note_loss
-outside_trace = _backend.outside_trace
 per_target = _backend.per_target
 platform = _backend.platform
 preserved = _backend.preserved

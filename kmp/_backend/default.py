@@ -55,10 +55,6 @@ def without_functions() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def outside_trace(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 def inside_xla() -> bool:
     return False
 

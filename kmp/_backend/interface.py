@@ -62,7 +62,10 @@ class Backend(Protocol):
     def gradient_sample(self, gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
         """A strided slice of a gradient, one stride per axis; zeros where a sparse one has no row.
 
-        `target` comes from `per_target`.
+        Args:
+            gradient: what is sampled.
+            strides: one for each axis.
+            target: from `per_target`.
         """
 
     def map_gradient_values(
@@ -139,9 +142,6 @@ class Backend(Protocol):
 
         Not on JAX, which scales the loss in a pure function, nor where replicas have a loss each.
         """
-
-    def outside_trace(self, variables: Sequence[Variable]) -> AbstractContextManager[None]:
-        """Within, variables may be created without a second trace of the step, if these exist."""
 
     # ---- Keras's training loop -------------------------------------------------------------------
 

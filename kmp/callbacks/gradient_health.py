@@ -23,6 +23,7 @@ from kmp.callbacks.verdict import Limits, Verdict, checked_limits
 from kmp.health.measure import FIRST_STEPS
 from kmp.health.report import GradientReport, read_report
 from kmp.scaling.optimizer import LossScaleOptimizer
+from kmp.scaling.telemetry import kept_sampling
 
 _WINDOW = 200  # steps that a verdict looks back on
 
@@ -165,15 +166,12 @@ class GradientHealth(keras.callbacks.Callback):
 
     def _switch_on(self, optimizer: Any) -> None:
         """Protect this `fit`, and let its steps measure details as often as this looks."""
-        details, put_back = optimizer.measures_details, None
-        if optimizer.built:
-            put_back = optimizer.telemetry.kept_sampling()
+        details, put_back = optimizer.measures_details, kept_sampling(optimizer)
         optimizer.measures_details = True
 
         def undo() -> None:
             optimizer.measures_details = details
-            if put_back is not None:
-                put_back()
+            put_back()
 
         variant = ("details", id(optimizer))
         protect_fit(self._trained, Claim(self, variant=variant, undo=undo))

@@ -163,7 +163,8 @@ class LossScaleOptimizer(WrapsInner):
             self.telemetry = Telemetry(self.add_counter, len(var_list))
         if self.on_overflow == "drop_window" and self.gradient_accumulation_steps:
             self.window = DroppedWindow(self.inner_optimizer, self.add_counter)
-        plan = plan_for(var_list, self.inner_optimizer, self.measure_gradients, self.loss_scale)
+        max_abs = getattr(self.loss_scale, "reads_max_abs", False)
+        plan = plan_for(var_list, self.inner_optimizer, self.measure_gradients, max_abs)
         self.scaled_step = ScaledStep(
             self.inner_optimizer, var_list, plan, counters, self.telemetry, self.window
         )
@@ -197,8 +198,7 @@ class LossScaleOptimizer(WrapsInner):
         if not grads:
             return
         if not self.built:
-            with _backend.outside_trace(trainable_variables or ()):
-                self.build(arguments.needed_to_build(trainable_variables))
+            self.build(arguments.needed_to_build(trainable_variables))
         variables = list(trainable_variables or self.scaled_step.variables)
         rows = keras_optimizer.rows_of(self, variables)
         arguments.refuse_unknown(variables, rows)

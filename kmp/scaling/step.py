@@ -219,14 +219,16 @@ def _as_they_are(parts: Sequence[Part], scale: Sequence[Tensor]) -> list[Part]:
     return list(parts)
 
 
-def plan_for(variables: Sequence[Variable], inner: Any, measures: bool, rule: Any) -> MeasurePlan:
+def plan_for(
+    variables: Sequence[Variable], inner: Any, measures: bool, max_abs: bool
+) -> MeasurePlan:
     """Plan what is measured of the gradients of some variables.
 
     Args:
         variables: what the optimizer is built with.
         inner: the optimizer that updates them.
         measures: whether the levels of all gradients are measured.
-        rule: the loss scale, which may read the largest gradient.
+        max_abs: whether the rule reads the largest gradient.
     """
     dtypes = gradient_dtypes(inner, variables)
     return MeasurePlan(
@@ -237,5 +239,5 @@ def plan_for(variables: Sequence[Variable], inner: Any, measures: bool, rule: An
         ),
         shards=tuple(map(shards_of, variables)),
         levels=measures,
-        max_abs=getattr(rule, "reads_max_abs", False),
+        max_abs=max_abs,
     )

@@ -51,16 +51,6 @@ class Telemetry:
         noted = ops.convert_to_numpy(self.sampling)[2:]
         self.sampling.assign(np.array([interval, and_at, *noted], "int32"))
 
-    def kept_sampling(self) -> Callable[[], None]:
-        """Keep how often steps are measured; call the result to put it back."""
-        kept = ops.convert_to_numpy(self.sampling)[:2]
-
-        def restore() -> None:
-            noted = ops.convert_to_numpy(self.sampling)[2:]
-            self.sampling.assign(np.concatenate([kept, noted]))
-
-        return restore
-
     def record(
         self,
         plan: MeasurePlan,
@@ -112,3 +102,18 @@ class Telemetry:
         tensors = (due, seen.sample, previous, *weights)
         shapes = [tuple(self.details.shape)]
         self.details.assign(_backend.per_target(measured, shapes, *tensors)[0])
+
+
+def kept_sampling(optimizer: Any) -> Callable[[], None]:
+    """Keep how often an optimizer's steps are measured; call the result to put it back.
+
+    One that is not built yet has nothing else to put back than what it is built with: zeros.
+    """
+    kept = ops.convert_to_numpy(optimizer.telemetry.sampling)[:2] if optimizer.built else [0, 0]
+
+    def restore() -> None:
+        if optimizer.built:
+            noted = ops.convert_to_numpy(optimizer.telemetry.sampling)[2:]
+            optimizer.telemetry.sampling.assign(np.array([*kept, *noted], "int32"))
+
+    return restore

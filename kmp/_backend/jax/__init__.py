@@ -17,7 +17,6 @@ from kmp._backend.default import (
     map_gradient_values,
     may_be,
     multiply,
-    outside_trace,
     preserved,
     retype,
     segment_sum,

@@ -37,7 +37,6 @@ from kmp._backend.tensorflow.core import (
     matmul_float32,
     multiply,
     note_loss,
-    outside_trace,
     per_target,
     platform,
     reduce_columns,

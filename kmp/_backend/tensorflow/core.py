@@ -188,30 +188,6 @@ def _of_known_shape(gradient: Gradient, variable: Variable) -> Gradient:
     return tf.ensure_shape(gradient, variable.shape)
 
 
-@contextlib.contextmanager
-def outside_trace(variables: Sequence[Variable]) -> Iterator[None]:
-    # A function that creates variables while TensorFlow traces it is traced a second time, for the
-    # trace that is kept. So these are created outside of the function, which does not notice.
-    if tf.executing_eagerly() or not _have_values(variables):
-        yield
-        return
-    with tf.init_scope(), tf.variable_creator_scope(_created_unnoticed):
-        yield
-
-
-def _have_values(variables: Sequence[Variable]) -> bool:
-    """False for those of a model that is built by the very trace, and for replicas'."""
-    stored = [getattr(v, "_value", v) for v in variables]
-    if not all(isinstance(v, tf.Variable) for v in stored) or tf.distribute.has_strategy():
-        return False
-    with tf.init_scope():
-        return tf.executing_eagerly() and all(bool(v.is_initialized()) for v in stored)
-
-
-def _created_unnoticed(next_creator: Any, **arguments: Any) -> tf.Variable:
-    return default_variable_creator_v2(**arguments)  # `next_creator` is the function's
-
-
 def around_train_step(
     model: Any,
     train_step: Callable[..., Any],
@@ -219,18 +195,32 @@ def around_train_step(
     after: Callable[[Any, Any], Any],
 ) -> Callable[..., Any]:
     # Keras's trainer builds what is not built in the course of the first step. Here it is built
-    # before, so that there is a state to keep.
+    # before, so that there is a state to keep, and outside of the function that is being traced,
+    # which would be traced a second time if it saw a variable being created.
     around = default.around_train_step(model, train_step, before, after)
 
     def step(data: Any) -> Any:
         of_keras = type(model).train_step is keras.Model.train_step
         metrics_built = getattr(model._compile_metrics, "built", True)
         if not (model.optimizer.built and (metrics_built or not of_keras)):
-            with outside_trace(()):
+            with _outside_trace():
                 model._symbolic_build(data_batch=data)
         return around(data)
 
     return step
+
+
+@contextlib.contextmanager
+def _outside_trace() -> Iterator[None]:
+    if tf.distribute.has_strategy():  # whose own creators make a variable for each replica
+        yield
+        return
+    with tf.init_scope(), tf.variable_creator_scope(_created_unnoticed):
+        yield
+
+
+def _created_unnoticed(next_creator: Any, **arguments: Any) -> tf.Variable:
+    return default_variable_creator_v2(**arguments)  # `next_creator` is that of the function
 
 
 def kept_values(variables: Sequence[Variable]) -> list[Tensor]:

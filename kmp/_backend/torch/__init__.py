@@ -20,7 +20,6 @@ from kmp._backend.default import (
     inside_xla,
     keep_old_unless,
     map_gradient_values,
-    outside_trace,
     preserved,
     read,
     settle,
