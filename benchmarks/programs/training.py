@@ -134,6 +134,11 @@ def quantize_aware(program: Program) -> str:
     return number + (f", int8 {agreement:.0f} dB" if before else "")
 
 
+def fit_by_keras(program: Program) -> None:
+    """Trains in float32 at all."""
+    fitted(made(program), program, 1)
+
+
 def quantize_by_keras(program: Program) -> None:
     """Keras's own int8, which needs no training."""
     model = made(program)

@@ -28,8 +28,10 @@ COLUMNS = {
     "compare_precisions": (looking.compare_precisions, eager_by_keras),
     "diagnose": (looking.diagnose, looking.diagnose_by_keras),
     "memory_report": (looking.memory_report, eager_by_keras),
-    "quantize_aware": (training.quantize_aware, None),
+    "quantize_aware": (training.quantize_aware, training.fit_by_keras),
 }
+# What JAX says on CPUs of attention in float16, also where Keras leaves that layer in float32.
+CPU_CANNOT = "is not supported by dot_general on CPU"
 
 
 def cell(name: str, column: str) -> tuple[str, str]:
@@ -45,6 +47,8 @@ def cell(name: str, column: str) -> tuple[str, str]:
     except Exception as error:
         traceback.print_exc()
         reason = said(error)
+    if CPU_CANNOT in reason:
+        return "Keras cannot", reason
     if by_keras is not None:
         try:
             by_keras(catalogue.program(name))
