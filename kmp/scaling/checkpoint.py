@@ -8,6 +8,7 @@ whole before anything is written, so that a wrong one leaves the live state as i
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ _INNER_SIZES = "inner_sizes"
 _LAYOUT = "layout"  # older files have the sizes alone
 # Keras's class numbers its variables: these, then the inner optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
+_NUMBERED = re.compile(r"variable(_\d+)?")  # an unnamed variable, numbered across the process
 _UNBUILT = ("iteration", "learning_rate")  # what an optimizer has before it is built
 # The others are of measuring, or dropping whole windows: that may have been switched on since.
 _REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
@@ -128,7 +130,7 @@ def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
     if not layout:
         return layout
     for stored_slot, live_slot in zip(layout["slots"], _slots(optimizer), strict=True):
-        if stored_slot != live_slot:
+        if not _is_same_slot(stored_slot, live_slot):
             raise _mismatch(
                 optimizer,
                 f"{stored_slot[0]!r} of shape {tuple(stored_slot[1:])} where this one has "
@@ -136,6 +138,12 @@ def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
                 len(live),
             )
     return layout
+
+
+def _is_same_slot(stored: list[Any], live: list[Any]) -> bool:
+    """Whether names and shapes agree; any two names that Keras numbered itself do."""
+    numbered = [_NUMBERED.fullmatch(name) for name in (stored[0], live[0])]
+    return stored[1:] == live[1:] and (stored[0] == live[0] or all(numbered))
 
 
 def _sizes(variables: list[Variable]) -> np.ndarray:

@@ -307,6 +307,19 @@ def test_the_names_of_layers_may_differ():
     assert int(ops.convert_to_numpy(optimizer.steps)) == 1
 
 
+def test_a_variable_that_keras_numbered_itself_is_known_by_its_place(tmp_path):
+    """Nadam's product of momenta has no name: Keras counts such variables across the process."""
+    model = make_model(kmp.scaled(keras.optimizers.Nadam(0.05)))
+    fit(model)
+    model.save(tmp_path / "model.keras")
+    assert_same_state(model, keras.models.load_model(tmp_path / "model.keras"))
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = make_model(kmp.scaled(keras.optimizers.Nadam(0.05)))
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert_same_state(model, other)
+
+
 def test_a_counter_means_nothing_to_another_rule():
     """Dynamic counts up to the next growth, Amax down to its next look at the gradients."""
     dynamic = kmp.scaled("sgd", kmp.DynamicLossScale(64, growth_interval=2000))
