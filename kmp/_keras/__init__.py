@@ -40,7 +40,10 @@ def own_weights(layer: keras.Layer) -> list[Any]:
 
 
 def own_state(layer: keras.Layer) -> list[Any]:
-    """The variables of a layer itself that are no weights. Private: `_non_trainable_variables`."""
+    """The variables of a layer itself that are no weights. Private: `_non_trainable_variables`.
+
+    `non_trainable_variables` includes frozen weights.
+    """
     return layer._non_trainable_variables
 
 

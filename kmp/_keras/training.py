@@ -8,14 +8,17 @@ from typing import Any
 
 import keras
 
+from kmp._keras import own_state
+
 
 def state_of(layer: keras.Layer) -> list[Any]:
     """The variables that a layer itself updates in training: moving statistics, counters.
 
-    Neither weights, frozen or not, nor the seeds of random generators. Private:
-    `_non_trainable_variables`; `non_trainable_weights` has the frozen weights too.
+    Neither weights, frozen or not, nor the seeds of random generators. A stateful RNN keeps the
+    states that it goes on from apart from all its variables.
     """
-    return layer._non_trainable_variables
+    states = layer.states if isinstance(layer, keras.layers.RNN) and layer.stateful else None
+    return [*own_state(layer), *(keras.tree.flatten(states) if states is not None else ())]
 
 
 def loss_tracker(model: Any) -> Any:
