@@ -56,3 +56,22 @@ def counts(text: str) -> dict[str, int]:
     found["loops"] = len(re.findall(r" while\(", text))
     found["host_transfers"] = len(_HOST.findall(text))
     return found
+
+
+def collectives(text: str, name: str) -> list[int]:
+    """Bytes of the results of each collective of a kind, such as "all-gather".
+
+    A collective that XLA runs beside other work stands in the text once for each part of that work,
+    every time with the same channel.
+    """
+    found: dict[str, int] = {}
+    channels: dict[str, str] = {}  # of what is started in one place and done in another
+    pattern = rf"%([\w.\-]+) = (\(.*?\)|\S+) {name}(-start|-done)?\(%?([\w.\-]*)(.*)"
+    for instruction, shape, suffix, operand, rest in re.findall(pattern, text):
+        channel = re.search(r"channel_id=(\d+)", rest)
+        key = channels.get(operand, "") if suffix == "-done" else instruction
+        key = channel.group(1) if channel else key
+        channels[instruction] = key
+        if suffix != "-start":
+            found[key] = min(size_of(shape), found.get(key, 2**63))
+    return list(found.values())

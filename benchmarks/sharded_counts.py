@@ -1,21 +1,21 @@
-"""What kmp adds to a sharded step on many TPU chips: collectives, bytes and temporary memory.
+"""What kmp adds to a sharded step on many devices: collectives, bytes and temporary memory.
 
     python benchmarks/sharded_counts.py                                16 chips, 20.8 million
-    python benchmarks/sharded_counts.py --large --topology 16x16       7 billion, one block of 32
+    python benchmarks/sharded_counts.py --large --topology 16x16       256 chips, 7 billion
+    python benchmarks/sharded_counts.py --large --target h100 --topology 2x4
 
-XLA's compiler for TPUs runs ahead of time, from shapes alone: no weight is in memory, nothing is
-executed, and the counts repeat exactly. Kernels are split over both axes with `--large`, over the
-model axis without. Needs the extras `jax` and `tpu`.
+XLA's compilers for TPUs and for GPUs run ahead of time, from shapes alone: no weight is in memory,
+nothing is executed, and the counts repeat exactly. Kernels are split over both axes with `--large`,
+over the model axis without. Needs JAX and the extra `tpu` or `h100` (one environment each).
 """
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from unittest import mock
 
-from compiled_counts import VARIANTS  # isort: skip  (first: it sets the environment)
+from compiled_counts import H100, VARIANTS  # isort: skip  (first: it sets the environment)
 
 import fits
 import hlo
@@ -56,7 +56,12 @@ def spec_of(variable, parallel) -> PartitionSpec:
 def count(arguments) -> dict:
     """Compile one step of a variant, and count in it."""
     rows, columns = map(int, arguments.topology.split("x"))
-    found = topologies.get_topology_desc(f"v5e:{arguments.topology}", platform="tpu")
+    if arguments.target == "tpu":
+        found = topologies.get_topology_desc(f"v5e:{arguments.topology}", platform="tpu")
+    else:
+        found = topologies.get_topology_desc(
+            platform="cuda", target_config=H100, topology=f"1x1x{rows * columns}"
+        )
     mesh = Mesh(np.array(found.devices).reshape(rows, columns), AXES)
     parallel = distribution(mesh, arguments.large)
     keras.distribution.set_distribution(parallel)
@@ -95,9 +100,8 @@ def count(arguments) -> dict:
     result["arguments"] = memory.argument_size_in_bytes
     result["conditionals"] = hlo.counts(text)["conditionals"]
     for name in COLLECTIVES:
-        lines = re.findall(rf" = (\(.*?\)|\S+) {name}(?:-start)?\(", text)
-        result[name] = len(lines)
-        result[f"{name} bytes"] = sum(map(hlo.size_of, lines))
+        sizes = hlo.collectives(text, name)
+        result[name], result[f"{name} bytes"] = len(sizes), sum(sizes)
     return result
 
 
@@ -118,7 +122,8 @@ def table(title: str, found: dict[str, dict]) -> str:
 def main() -> None:
     """Count, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--topology", default="4x4", help="chips of the data and the model axis")
+    parser.add_argument("--target", choices=("tpu", "h100"), default="tpu")
+    parser.add_argument("--topology", default="4x4", help="devices of the data and the model axis")
     parser.add_argument("--policy", default="mixed_bfloat16")
     parser.add_argument("--large", action="store_true", help="width 4096, words 32,000")
     parser.add_argument("--blocks", type=int, default=32, help="of the large model")
@@ -134,8 +139,9 @@ def main() -> None:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found[variant] = json.loads(done.stdout.splitlines()[-1])
     millions = found["plain"]["parameters"] / 1e6
-    title = f"{millions:.1f} million parameters, {arguments.policy}, Adam: TPU v5e, "
-    print(table(f"{title}{arguments.topology} chips (data x model), not run", found))
+    device = {"h100": "NVIDIA H100", "tpu": "TPU v5e"}[arguments.target]
+    title = f"{millions:.1f} million parameters, {arguments.policy}, Adam: {device}, "
+    print(table(f"{title}{arguments.topology} of them (data x model), not run", found))
 
 
 if __name__ == "__main__":

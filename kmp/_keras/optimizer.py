@@ -217,6 +217,20 @@ def on_every_device(x: Tensor) -> Tensor:
     return keras.distribution.distribute_tensor(x, layout)
 
 
+def lying_as(variable: Variable, gradient: Tensor) -> Tensor:
+    """A gradient that lies on the devices as `keras.distribution.ModelParallel` lays its variable.
+
+    Otherwise XLA leaves it where the backward pass happens to make it, and moves it for each of its
+    readers. It does so with the small gradients of a sharded model too, which are whole everywhere.
+    """
+    distribution = keras.distribution.distribution()
+    if not isinstance(distribution, keras.distribution.ModelParallel):
+        return gradient
+    axes = distribution.get_variable_layout(variable).axes
+    layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
+    return keras.distribution.distribute_tensor(gradient, layout)
+
+
 def shards_of(variable: Variable) -> tuple[int, ...]:
     """Into how many pieces `keras.distribution` splits each axis of a variable."""
     distribution = keras.distribution.distribution()

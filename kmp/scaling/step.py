@@ -13,7 +13,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
-from kmp._keras.optimizer import on_every_device, shards_of
+from kmp._keras.optimizer import lying_as, on_every_device, shards_of
 from kmp.health.plan import Kind, Look, MeasurePlan, look, take_sample
 from kmp.health.reduce import Part
 from kmp.precision.trees import map_gradients
@@ -99,6 +99,9 @@ class ScaledStep:
             variables: one for each of them.
         """
         kinds = [self.plan.kinds[place] for place in places]
+        if any(self.plan.split):
+            pairs = zip(variables, scaled, strict=True)
+            scaled = [x if x is None else lying_as(v, x) for v, x in pairs]
         true = replicas.on_each(functools.partial(self._divided, rule, kinds), scaled)
         rows = self._rows(replicas.local(scaled), places)
         seen = self._look(rule, rows, self._rows(replicas.local(true), places))
