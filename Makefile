@@ -6,11 +6,12 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
-# `make test` and `make test-oldest` compile as users do. The rest of `make test-all` leaves out what
-# XLA's CPU compiler does for speed, which takes a third of the time.
+PYTEST_OLDEST = $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not wide"
+# `make test`, and the contract on the oldest versions, compile as users do. The rest of `make
+# test-all` leaves out what XLA's CPU compiler does for speed, which takes a third of the time.
 QUICK = XLA_FLAGS=--xla_backend_optimization_level=0
-# What the oldest versions run: the contract, layers, callbacks, conversion, checkpoints.
-OLDEST = $(CORE) tests/layers tests/callbacks tests/models/test_convert.py tests/precision \
+# What the oldest versions run besides: layers, callbacks, conversion, checkpoints.
+OLDEST = tests/layers tests/callbacks tests/models/test_convert.py tests/precision \
   tests/saved_files tests/scaling/test_checkpoint.py tests/scaling/test_optimizer.py \
   tests/scaling/test_resume.py
 
@@ -34,8 +35,8 @@ test-all: test test-oldest
 
 # The oldest Keras and JAX that kmp runs on, without any other backend; see docs/versions.md.
 test-oldest: $(VENV)-oldest/stamp
-	KERAS_BACKEND=jax $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal \
-	  -m "not wide" $(OLDEST)
+	KERAS_BACKEND=jax $(PYTEST_OLDEST) $(CORE)
+	$(QUICK) KERAS_BACKEND=jax $(PYTEST_OLDEST) $(OLDEST)
 
 $(VENV)-oldest/stamp: setup.cfg pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(VENV)-oldest

@@ -129,6 +129,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.freeze()  # Keras collects garbage often, and need not look at all that has been imported
+    # Tracing makes objects by the million, of which few are garbage in circles.
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)

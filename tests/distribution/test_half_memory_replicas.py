@@ -1,6 +1,7 @@
 """Weights and slots in bfloat16 under MirroredStrategy: every replica draws the same numbers."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -16,6 +17,10 @@ OPTIMIZERS = {
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=1.0),
     "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
     "average": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
+}
+MEMORY = {
+    "half": {},
+    "float32": {"master_weights": True, "slot_dtype": "float32"},
 }
 START = np.linspace(-1, 1, 64)
 
@@ -37,16 +42,22 @@ def after_steps(strategy, make, graph, **memory):
     return [{path: each[i] for path, each in values.items()} for i in range(replicas)]
 
 
+@functools.cache
+def on_one_replica(name, memory, graph):
+    (alone,) = after_steps(mirrored(1), OPTIMIZERS[name], graph, **MEMORY[memory])
+    return alone
+
+
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("merge", [True, False], ids=["merge", "no_merge"])
-@pytest.mark.parametrize("memory", [{}, {"master_weights": True, "slot_dtype": "float32"}], ids=str)
+@pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replicas_agree_with_each_other_and_with_one(name, memory, merge, graph):
-    (alone,) = after_steps(mirrored(1), OPTIMIZERS[name], graph, **memory)
+    alone = on_one_replica(name, memory, graph)
     for replicas in (2, 4):
         strategy = mirrored(replicas)
         with contextlib.nullcontext() if merge else no_merge_call(strategy):
-            found = after_steps(strategy, OPTIMIZERS[name], graph, **memory)
+            found = after_steps(strategy, OPTIMIZERS[name], graph, **MEMORY[memory])
         for replica in found:
             for (path, a), b in zip(alone.items(), replica.values(), strict=True):
                 np.testing.assert_array_equal(*(x.astype("float64") for x in (a, b)), path)

@@ -6,23 +6,29 @@ import older
 import pytest
 import training_run
 from processes import TESTS, environment, run_all
+from training_run import POLICIES
 
 BACKEND = keras.backend.backend()
 OTHERS = sorted({"tensorflow", "jax", "torch"} - {BACKEND})
-TIMEOUT = 50  # seconds
+TIMEOUT = 100  # seconds
 
 
-# The second keeps weights and slots in bfloat16, and overflows where the first does.
-POLICIES = ["mixed_float16", "p=bf16,c=f16"]
+def run(*runs, backend=BACKEND, codes=None):
+    """Run training_run.py side by side, each time in a new process, which imports a backend.
+
+    Each of `runs` is what it is to do and the directories that it is to do it in.
+    """
+    commands = [[TESTS / "scaling" / "training_run.py", *each] for each in runs]
+    environments = [environment(KERAS_BACKEND=backend)] * len(runs)
+    run_all(commands, environments, runs[0][1].parent, TIMEOUT, codes)
 
 
-def run(directory, *names, backend=BACKEND, codes=None):
-    """Run parts of training_run.py side by side, each in a new process."""
-    directory.mkdir(exist_ok=True)
-    policy = POLICIES["bfloat16" in directory.name]
-    commands = [[TESTS / "scaling" / "training_run.py", directory, name] for name in names]
-    environments = [environment(KERAS_BACKEND=backend, RUN_POLICY=policy)] * len(names)
-    run_all(commands, environments, directory, TIMEOUT, codes)
+def made(root, prefix=""):
+    """A directory for each policy."""
+    directories = [root / f"{prefix}{name}" for name in POLICIES]
+    for directory in directories:
+        directory.mkdir()
+    return directories
 
 
 def assert_same(expected, received):
@@ -31,43 +37,57 @@ def assert_same(expected, received):
         np.testing.assert_array_equal(y, x, err_msg=name)
 
 
-@pytest.fixture(scope="module", params=["float16", "bfloat16"])
-def interrupted(tmp_path_factory, request):
-    """Where one run went to its end and another was killed in the third of four epochs."""
-    directory = tmp_path_factory.mktemp(f"interrupted_{request.param}")
-    run(directory, "whole", "killed", codes=[0, -9])
-    return directory
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """Where, under each policy, one run went to its end and one was killed in the third epoch."""
+    directories = made(tmp_path_factory.mktemp("interrupted"))
+    killed = [("killed", directory) for directory in directories]
+    run(("whole", *directories), *killed, codes=[0, -9, -9])
+    return directories
 
 
-def test_the_run_has_overflows_before_and_after_the_interruption(interrupted):
+@pytest.fixture(scope="module")
+def taken_up(interrupted):
+    """The same directories, after a new process has gone on with what is in them."""
+    assert not any((directory / "killed.npz").exists() for directory in interrupted)
+    run(("restarted,continued", *interrupted))
+    return {directory.name: directory for directory in interrupted}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_run_has_overflows_before_and_after_the_interruption(taken_up, policy):
     """One in each epoch, before the batch after which the run dies; the scale grows in between."""
-    state = {key.split("/")[-1]: x for key, x in np.load(interrupted / "whole.npz").items()}
+    whole = np.load(taken_up[policy] / "whole.npz")
+    state = {key.split("/")[-1]: x for key, x in whole.items()}
     assert state["skipped_steps"] == training_run.EPOCHS
     assert state["gradient_health"][:, 4].max() == training_run.EPOCHS
     assert state["dynamic_scale"] == 128.0
     assert np.isfinite(state["moving_variance"]).all()
-    assert not (interrupted / "killed.npz").exists()
 
 
-def test_killed_and_restarted_from_a_backup(interrupted):
-    run(interrupted, "restarted")
-    assert_same(np.load(interrupted / "whole.npz"), np.load(interrupted / "restarted.npz"))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_killed_and_restarted_from_a_backup(taken_up, policy):
+    directory = taken_up[policy]
+    assert_same(np.load(directory / "whole.npz"), np.load(directory / "restarted.npz"))
 
 
-def test_saved_in_mid_epoch_and_continued_elsewhere(interrupted):
-    run(interrupted, "continued")
-    assert_same(np.load(interrupted / "whole.npz"), np.load(interrupted / "continued.npz"))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_saved_in_mid_epoch_and_continued_elsewhere(taken_up, policy):
+    directory = taken_up[policy]
+    assert_same(np.load(directory / "whole.npz"), np.load(directory / "continued.npz"))
 
 
 @pytest.mark.only("tensorflow")  # files are the same code on all backends
 def test_killed_while_writing_the_backup(interrupted, tmp_path):
     """Keras keeps the last backup but one on request; a torn file leads to it."""
-    directory = tmp_path / f"double_{interrupted.name}"  # names what it is
-    run(directory, "killed", codes=[-9])
-    backup = directory / "backup" / "latest.weights.h5"
-    backup.write_bytes(backup.read_bytes()[: backup.stat().st_size // 2])
-    run(directory, "restarted")
-    assert_same(np.load(interrupted / "whole.npz"), np.load(directory / "restarted.npz"))
+    directories = made(tmp_path, "double_")  # names what it is
+    run(*[("killed", directory) for directory in directories], codes=[-9, -9])
+    for directory in directories:
+        backup = directory / "backup" / "latest.weights.h5"
+        backup.write_bytes(backup.read_bytes()[: backup.stat().st_size // 2])
+    run(("restarted", *directories))
+    for whole, directory in zip(interrupted, directories, strict=True):
+        assert_same(np.load(whole / "whole.npz"), np.load(directory / "restarted.npz"))
 
 
 @pytest.mark.parametrize(
@@ -75,11 +95,13 @@ def test_killed_while_writing_the_backup(interrupted, tmp_path):
 )
 def test_written_on_another_backend(tmp_path, writer):
     """Same state, rule and settings; and it trains on."""
-    run(tmp_path, "one_epoch", backend=writer)
-    model = keras.models.load_model(tmp_path / "one_epoch.keras")
+    directory = tmp_path / "float16"
+    directory.mkdir()
+    run(("one_epoch", directory), backend=writer)
+    model = keras.models.load_model(directory / "one_epoch.keras")
     if BACKEND == "torch":  # JAX's file asks for it, and torch.compile warns of what it splits
         model.jit_compile = False
-    assert_same(np.load(tmp_path / "one_epoch.npz"), training_run.whole_state(model))
+    assert_same(np.load(directory / "one_epoch.npz"), training_run.whole_state(model))
     assert model.optimizer.loss_scale.growth_interval == training_run.BATCHES - 1
     before = training_run.whole_state(model)
     training_run.fit(model, epochs=1)

@@ -1,13 +1,14 @@
 """A training run in a process of its own, to be killed and taken up again; see test_resume.py.
 
-    python training_run.py DIRECTORY whole       train to the end; save in passing, in mid-epoch
-    python training_run.py DIRECTORY killed      die by SIGKILL in mid-epoch, leaving a backup
-    python training_run.py DIRECTORY restarted   the same script again: resume from the backup
-    python training_run.py DIRECTORY continued   load what "whole" saved, do the remaining batches
-    python training_run.py DIRECTORY one_epoch   train one epoch and save
+    python training_run.py whole DIRECTORY       train to the end; save in passing, in mid-epoch
+    python training_run.py killed DIRECTORY      die by SIGKILL in mid-epoch, leaving a backup
+    python training_run.py restarted DIRECTORY   the same script again: resume from the backup
+    python training_run.py continued DIRECTORY   load what "whole" saved, do the remaining batches
+    python training_run.py one_epoch DIRECTORY   train one epoch and save
 
-RUN_POLICY in the environment is the policy of the layers. All but the one that is killed write
-their whole state to DIRECTORY/<name>.npz at the end.
+Several of them, with commas in between, and several directories are gone through in one process. A
+directory's name ends in the name of its policy. All but the run that is killed write their whole
+state to DIRECTORY/<name>.npz at the end.
 """
 
 import os
@@ -21,6 +22,8 @@ from keras import ops
 
 import kmp
 
+# The second keeps weights and slots in bfloat16, and overflows where the first does.
+POLICIES = {"float16": "mixed_float16", "bfloat16": "p=bf16,c=f16"}
 BATCH, BATCHES, EPOCHS = 8, 6, 4
 POISONED_BATCH = 2  # of each epoch: an overflow before the interruption, and one after it
 INTERRUPTED = (2, 3)  # epoch and batch, both from 0
@@ -34,9 +37,9 @@ def data():
     return x, y
 
 
-def make_model():
+def make_model(directory):
     keras.utils.set_random_seed(5)
-    policy = kmp.Policy(os.environ.get("RUN_POLICY", "mixed_float16"))
+    policy = kmp.Policy(POLICIES[directory.name.split("_")[-1]])
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -82,7 +85,7 @@ def fit(model, callbacks=(), **arguments):
 
 
 def whole(directory):
-    model = make_model()
+    model = make_model(directory)
     fit(model, [AtBatch(*INTERRUPTED, lambda model: model.save(directory / "in_passing.keras"))])
     return model
 
@@ -97,11 +100,11 @@ def killed(directory):
     def kill(model):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    fit(make_model(), [backup(directory), AtBatch(*INTERRUPTED, kill)])
+    fit(make_model(directory), [backup(directory), AtBatch(*INTERRUPTED, kill)])
 
 
 def restarted(directory):
-    model = make_model()
+    model = make_model(directory)
     fit(model, [backup(directory)])
     return model
 
@@ -117,14 +120,17 @@ def continued(directory):
 
 
 def one_epoch(directory):
-    model = make_model()
+    model = make_model(directory)
     fit(model, epochs=1)
     model.save(directory / "one_epoch.keras")
     return model
 
 
 if __name__ == "__main__":
-    directory, name = pathlib.Path(sys.argv[1]), sys.argv[2]
     runs = {f.__name__: f for f in (whole, killed, restarted, continued, one_epoch)}
-    model = runs[name](directory)
-    np.savez(directory / f"{name}.npz", **whole_state(model))
+    names, *directories = sys.argv[1:]
+    for directory in map(pathlib.Path, directories):
+        for name in names.split(","):
+            keras.utils.clear_session()
+            model = runs[name](directory)
+            np.savez(directory / f"{name}.npz", **whole_state(model))
