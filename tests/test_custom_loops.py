@@ -365,3 +365,27 @@ def test_a_stateless_scale_needs_one_value_for_each_variable(change):
     message = f"Received: {number + change} values for {number} variables (built=True)"
     with pytest.raises(ValueError, match=re.escape(message)):
         optimizer.stateless_scale_loss(state, 1.0)
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("details", [False, True])
+def test_an_ensemble_steps_under_vmap(details):
+    """Each copy steps as it does alone; an overflow of one skips the step of that one."""
+    optimizer = kmp.scaled("adam", learning_rate=0.1)
+    kernel = keras.Variable(np.ones((3, 4), "float32"))
+    optimizer.build([kernel])
+    optimizer.scale_loss(1.0)
+    optimizer.sample_gradients(1, details=details)
+    gradients = np.random.default_rng(0).normal(size=(3, 3, 4)).astype("float32")
+    gradients[1, 0, 0] = np.inf
+
+    def step(gradient, weight):
+        state = [v.value for v in optimizer.variables]
+        return optimizer.stateless_apply(state, [gradient], [weight])
+
+    weight = kernel.value
+    together = jax.jit(jax.vmap(step, (0, None)))(gradients, weight)
+    for i, gradient in enumerate(gradients):
+        alone = jax.jit(step)(gradient, weight)
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), together, alone)
+    assert (np.asarray(together[0][0]) == 1).all((1, 2)).tolist() == [False, True, False]

@@ -14,11 +14,12 @@ from kmp.callbacks import arguments, readings
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
 from kmp.callbacks.epoch_curves import learning_rates
-from kmp.callbacks.judging import Evidence, judge
+from kmp.callbacks.evidence import Evidence
+from kmp.callbacks.judging import judge
 from kmp.callbacks.order import come_first
 from kmp.callbacks.outlets import Outlets
 from kmp.callbacks.protection import Claim, protect_fit, release
-from kmp.callbacks.standstill import Standstill, Weight
+from kmp.callbacks.standstill import Silence, Standstill, Weight
 from kmp.callbacks.verdict import Limits, Verdict, checked_limits
 from kmp.health.measure import FIRST_STEPS
 from kmp.health.report import GradientReport, read_report
@@ -137,6 +138,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._cadence = Cadence(self._every, step)
         self._alarms = Alarms(self.limits)
         self._past: collections.deque[GradientReport] = collections.deque()
+        self._silence = Silence()
         self._update_ratios: collections.deque[float] = collections.deque(maxlen=10)
 
     def set_model(self, model):
@@ -242,6 +244,7 @@ class GradientHealth(keras.callbacks.Callback):
             weights=weights,
             update_ratios=list(self._update_ratios),
             still=self._standstill.see(report, weights),
+            silent=self._silence.see(report, weights),
             learning_rate=self._learning_rate,
             drops_windows=optimizer.on_overflow == "drop_window",
         )

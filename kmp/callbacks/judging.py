@@ -1,71 +1,34 @@
 """The verdict over the steps of an epoch, from its reports."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from kmp.callbacks.standstill import Still, Weight, significant
-from kmp.callbacks.verdict import Limits, Verdict
+from kmp.callbacks.evidence import Evidence
+from kmp.callbacks.standstill import Still, significant
+from kmp.callbacks.verdict import Verdict
 from kmp.health.measure import FIRST_STEPS, NUM_EVENTS
-from kmp.health.report import GradientReport, OverflowEvent
+from kmp.health.report import GradientReport
 from kmp.scaling.amax import AmaxLossScale
-from kmp.scaling.rules import DynamicLossScale
+from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
 _SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round away
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Evidence:
-    """What a verdict is given about.
-
-    Attributes:
-        report: the present one.
-        start: the one at the end of the last epoch; None for the beginning of training.
-        settled: one of a window of steps ago, after the first 100; None if there is none yet.
-        rule: the loss-scaling strategy.
-        limits: where the verdict turns.
-        weights: the trainable variables by their paths.
-        update_ratios: the medians of log10(update / weight) of the last looks.
-        still: the weights that stand still, if they have for long enough.
-        learning_rate: returns it; asked if something stands still.
-        drops_windows: whether one overflow discards a whole window of gradient accumulation.
-    """
-
-    report: GradientReport
-    start: GradientReport | None = None
-    settled: GradientReport | None = None
-    rule: Any = None
-    limits: Limits = dataclasses.field(default_factory=Limits)
-    weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
-    update_ratios: list[float] = dataclasses.field(default_factory=list)
-    still: Still | None = None
-    learning_rate: Callable[[], float] = lambda: math.nan
-    drops_windows: bool = False
-
-    @property
-    def steps(self) -> int:
-        """Steps since the last epoch's end."""
-        return self.report.step - (self.start.step if self.start else 0)
-
-    @property
-    def skips(self) -> int:
-        """Steps skipped since then."""
-        return self.report.skipped_steps - (self.start.skipped_steps if self.start else 0)
-
-    @property
-    def events(self) -> list[OverflowEvent]:
-        """The overflows since then, the last one first; at most 16 are known."""
-        since = self.start.step if self.start else 0
-        return [event for event in self.report.events if event.step > since]
-
-
 def judge(evidence: Evidence) -> Verdict:
     """Judge the steps since the last epoch's end."""
-    rules = (_forward_nan, _collapsed, _stalled, _calibrating, _unstable, _underflow, _healthy)
+    rules = (
+        _forward_nan,
+        _collapsed,
+        _stalled,
+        _silent,
+        _calibrating,
+        _unstable,
+        _underflow,
+        _healthy,
+    )
     return next(verdict for rule in rules if (verdict := rule(evidence)) is not None)
 
 
@@ -92,7 +55,10 @@ def _collapsed(evidence: Evidence) -> Verdict | None:
     if is_dynamic:
         exhausted = report.consecutive_skips >= 2 and report.loss_scale <= rule.min_scale
     else:
-        exhausted = report.consecutive_skips >= 10
+        enough = 10
+        if isinstance(rule, StaticLossScale | NoOpLossScale):  # no search, so an epoch is enough
+            enough = min(enough, max(2, evidence.steps))
+        exhausted = report.consecutive_skips >= enough
     if not (evidence.events and exhausted):
         return None
     return Verdict(
@@ -107,6 +73,13 @@ def _collapsed(evidence: Evidence) -> Verdict | None:
 
 def _stalled(evidence: Evidence) -> Verdict | None:
     report, still = evidence.report, evidence.still
+    if not report.paths:
+        return Verdict(
+            "STALLED",
+            "",
+            "the optimizer has no weight to train: all were frozen when it was built",
+            "Set layer.trainable = True for some of them, and compile the model anew.",
+        )
     if report.step and not report.loss_is_scaled:
         return Verdict(
             "STALLED",
@@ -159,6 +132,21 @@ def _cause_of_standstill(evidence: Evidence, still: Still) -> tuple[str, str] | 
     if rate < _SMALL_RATE:
         return f"the learning rate is {rate:.2g}", "Raise it: float32 rounds such updates away."
     return None
+
+
+def _silent(evidence: Evidence) -> Verdict | None:
+    silent = evidence.silent
+    if silent is None or _underflow(evidence):  # a higher scale may bring them back
+        return None
+    return Verdict(
+        "STALLED",
+        silent.paths[0],
+        f"the gradients of all {silent.of} weights, biases aside, were exactly zero in "
+        f"{silent.looks} looks over {silent.steps} steps",
+        "The outputs do not depend on the inputs, or the loss not on the outputs: look for relu "
+        "units that are all dead, weights that all begin at zero, a softmax over a single unit, "
+        "or a loss or sample weights of zero.",
+    )
 
 
 def _calibrating(evidence: Evidence) -> Verdict | None:
@@ -227,12 +215,13 @@ def _underflow(evidence: Evidence) -> Verdict | None:
     half = {p: x for p, x in evidence.weights.items() if x.compute_dtype == "float16"}
     advice = _higher_scale(report, evidence.rule)
     watched = significant(report, half)
-    zeros = report.column("zero_share")
+    norms, zeros = report.column("l2_norm"), report.column("zero_share")
     # Where float32 layers have gradients of zero too, nobody has lost them: the loss is flat, by
     # weights of zero or a satisfied hinge.
     lossless = [path for path in report.paths if path not in half]
     is_flat = bool(lossless) and not report.grad_norm
-    if watched and not is_flat and all(zeros[path] == 1 for path in watched):
+    # On TensorFlow the share of n zeros in n numbers may round to less than 1.
+    if watched and not is_flat and all(zeros[path] and not norms[path] for path in watched):
         reason = "every gradient of the float16 layers is exactly zero"
         return Verdict("UNDERFLOW", watched[-1], reason, advice)
     if report.details is None:
@@ -252,6 +241,12 @@ def _underflow(evidence: Evidence) -> Verdict | None:
 
 
 def _higher_scale(report: GradientReport, rule: Any) -> str:
+    if not math.isfinite(report.headroom_bits) and isinstance(rule, DynamicLossScale):
+        return (
+            "If they are zero in float32 too, the loss does not depend on the weights; otherwise "
+            f"begin with a scale above {report.loss_scale:g}, by "
+            "kmp.DynamicLossScale(initial_scale=2.0**24)."
+        )
     if not math.isfinite(report.headroom_bits):
         return 'Raise the loss scale, by loss_scale="dynamic" or initial_scale=2.0**15.'
     if isinstance(rule, AmaxLossScale):

@@ -110,6 +110,39 @@ class Standstill:
         return (before.weight_norm if before else {}).get(path) == report.weight_norm[path]
 
 
+class Silence:
+    """Counts the looks in a row at which all weights had gradients of exactly zero, biases aside.
+
+    Then the output has nothing to do with the input any more, and at best a bias still moves. If
+    all gradients become zero that were not, as under a hinge loss, the run has arrived.
+    """
+
+    def __init__(self):
+        self._skipped = self._looks = self._first = 0
+        self._had_gradients = False
+
+    def see(self, report: GradientReport, weights: Mapping[str, Weight]) -> Still | None:
+        """Take in a report; return the weights, once all have been silent for long enough."""
+        skips, self._skipped = report.skipped_steps - self._skipped, report.skipped_steps
+        norms, zeros = report.column("l2_norm"), report.column("zero_share")
+        known = [path for path in weights if norms.get(path) or zeros.get(path)]
+        paths = [path for path in known if weights[path].is_matrix] or known
+        if skips or not paths:
+            return None
+        heard = any(norms[path] for path in paths)
+        arrived = self._had_gradients and not report.grad_norm
+        self._had_gradients |= heard
+        if heard or arrived:
+            self._looks = 0
+            return None
+        self._first = self._first if self._looks else report.step
+        self._looks += 1
+        steps = report.step - self._first
+        if self._looks < _LOOKS or steps < _STEPS:
+            return None
+        return Still(paths, len(paths), self._looks, steps)
+
+
 def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[str]:
     """The paths of the variables whose gradient is more than rounding errors.
 

@@ -172,6 +172,7 @@ def first_blame(
     """
     preserved.restore()
     recorder, outputs, loss = forward(model, batch, training=True, with_loss=scale is not None)
+    preserved.restore()  # statistics of layers have taken in what is to be explained
     if blame := first_nan_weights(recorder.calls):
         return blame
     if has_nonfinite(measure(outputs if loss is None else loss)):

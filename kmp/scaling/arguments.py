@@ -155,8 +155,9 @@ def refuse_unknown(variables: Sequence[Variable], rows: Sequence[int]) -> None:
         if row < 0:
             raise ValueError(
                 "`apply` takes the variables that the optimizer was built with. Received: "
-                f"{_name(variable)!r}, which is not one of them. Give each model an optimizer of "
-                "its own, and build it after the last layer is there."
+                f"{_name(variable)!r}, which is not one of them. If it was frozen then, compile "
+                "the model anew with a new optimizer. Else give each model an optimizer of its "
+                "own, and build it after the last layer is there."
             )
 
 

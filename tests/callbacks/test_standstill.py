@@ -7,6 +7,7 @@ from oracle import few
 
 import kmp
 from kmp.callbacks import GradientHealth
+from kmp.callbacks.standstill import Silence, Still, Weight
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without")
 
@@ -98,6 +99,52 @@ def test_sound_runs_are_not_stalled(name):
     arguments = {**SOUND[name]}
     verdict = watched_run(arguments.pop("optimizer")(), **arguments).verdict
     assert verdict.state == "HEALTHY", str(verdict)
+
+
+def dead(model):
+    model.get_layer("hidden").bias.assign(np.full(8, -100.0))
+
+
+def all_zero(model):
+    for layer in model.layers:
+        layer.kernel.assign(np.zeros(layer.kernel.shape))
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("change", few([dead, all_zero], dead))
+def test_only_a_bias_has_a_gradient(policy, change):
+    scale = "dynamic" if policy == "mixed_float16" else "none"
+    found = watched_run(kmp.scaled("adam", scale), policy, change).verdict
+    assert found.state == "STALLED" and "all 3 weights, biases aside" in found.reason, str(found)
+    assert found.blame.endswith("hidden/kernel") and "relu" in found.advice
+
+
+def test_a_loss_without_a_gradient_from_the_first_step_on():
+    silence, weights = Silence(), {"kernel": Weight("dense")}
+    seen = [silence.see(report(step, 0.0), weights) for step in (10, 20, 30, 40)]
+    assert seen[:2] == [None, None] and seen[2] == Still(["kernel"], 1, 3, 20)
+
+
+@pytest.mark.parametrize(
+    "norms, skips", [((1.0, 0.0, 0.0, 0.0), 0), ((0.0, 1.0, 0.0, 1.0), 0), ((0.0,) * 4, 1)]
+)
+def test_gradients_that_are_zero_in_sound_runs(norms, skips):
+    """A hinge loss that is satisfied; weights that begin at zero; steps that were skipped."""
+    silence, weights = Silence(), {"kernel": Weight("dense")}
+    for i, norm in enumerate(norms, 1):
+        assert silence.see(report(100 * i, norm, skips * i), weights) is None
+
+
+def report(step, norm, skips=0):
+    matrix = np.float32([[norm, norm, norm == 0, 0, 0]])
+    return kmp.GradientReport(("kernel",), matrix, 1.0, step, skips, 0)
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+def test_a_model_that_is_frozen_altogether():
+    found = watched_run(kmp.scaled("adam"), change=freeze("hidden", "middle", "head")).verdict
+    assert found.state == "STALLED" and "no weight to train" in found.reason
+    assert "compile" in found.advice
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])

@@ -7,7 +7,8 @@ from keras import ops
 
 import kmp
 from kmp.callbacks import GradientHealth, Limits
-from kmp.callbacks.judging import Evidence, judge
+from kmp.callbacks.evidence import Evidence
+from kmp.callbacks.judging import judge
 from kmp.callbacks.standstill import Weight
 from kmp.callbacks.verdict import STATES
 
@@ -180,6 +181,31 @@ def test_gradients_of_zero_that_nothing_has_lost(rest, layers, state):
     zeros = report([0.0, rest], zeros=[1, 1 - rest])
     rule = kmp.StaticLossScale(1.0)
     assert judge(Evidence(zeros, rule=rule, weights=half(zeros.paths[:layers]))).state == state
+
+
+def test_a_share_of_zeros_that_was_rounded():
+    """TensorFlow outside XLA answers 0.99999994 for eight zeros of eight."""
+    zeros = report([0.0, 0.0], zeros=[1 - 2**-24, 1 - 2**-24])
+    assert judged(zeros, kmp.DynamicLossScale()).state == "UNDERFLOW"
+
+
+def test_who_has_a_dynamic_scale_is_not_advised_to_take_one():
+    zeros = report([0.0, 0.0], zeros=[1, 1], loss_scale=2.0**15)
+    advice = judged(zeros, kmp.DynamicLossScale()).advice
+    assert "zero in float32 too" in advice and "above 32768" in advice
+    assert 'loss_scale="dynamic"' in judged(zeros).advice
+
+
+@pytest.mark.parametrize("steps, state", [(1, "HEALTHY"), (2, "COLLAPSED"), (12, "COLLAPSED")])
+def test_an_epoch_of_skipped_steps_at_a_fixed_scale(steps, state):
+    found = watched_run("none", steps=steps, bad=range(steps), loss="overflow")
+    assert found.report.skipped_steps == steps
+    assert found.verdict.state == state, str(found.verdict)
+
+
+def test_two_skipped_steps_of_many_at_a_fixed_scale():
+    found = watched_run("none", steps=20, bad=[18, 19], loss="overflow")
+    assert found.report.consecutive_skips == 2 and found.verdict.state == "HEALTHY"
 
 
 def test_the_shares_are_computed_once_a_look(monkeypatch):

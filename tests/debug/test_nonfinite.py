@@ -126,6 +126,16 @@ def test_weights_that_are_not_finite_are_named():
     assert report.cause == f"16 numbers of its variable {kernel.path} are not finite"
 
 
+def test_statistics_that_the_replay_spoils_are_no_cause():
+    """A batch normalization takes in what is not finite: no reason to name the model around it."""
+    model = sequential(ones(4, "first"), layers.BatchNormalization(), ones(4, "last"))
+    kernel = model.get_layer("first").kernel
+    kernel.assign(ops.full((4, 4), np.inf))
+    report = kmp.debug.locate_nonfinite(model, X)
+    assert report.path.endswith("first"), str(report)
+    assert report.cause == f"16 numbers of its variable {kernel.path} are not finite"
+
+
 def test_a_layer_in_float32_is_not_a_matter_of_precision():
     layer = layers.Lambda(lambda x: ops.log(x - 100.0), name="log", dtype="float32")
     report = kmp.debug.locate_nonfinite(sequential(ones(4, "first"), layer), X)

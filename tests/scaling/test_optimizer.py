@@ -337,6 +337,15 @@ def test_gradients_of_any_array_are_unscaled(gradient):
     np.testing.assert_array_equal(ops.convert_to_numpy(variable), [0.5, 0])
 
 
+def test_a_variable_that_was_frozen_when_the_optimizer_was_built():
+    kernel, other = (keras.Variable(np.float32([1, 1]), name=x) for x in ("kernel", "other"))
+    optimizer = kmp.scaled("sgd", 1024)
+    optimizer.build([kernel])
+    optimizer.scale_loss(1.0)
+    with pytest.raises(ValueError, match="If it was frozen then, compile the model anew"):
+        optimizer.apply([np.float32([1, 1])] * 2, [kernel, other])
+
+
 @pytest.mark.parametrize(
     ("gradient", "of_another_model", "message"),
     [

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 from kmp._backend.types import Tensor
 
@@ -36,6 +36,24 @@ def _lower(context: Any, *operands: Any, function: Callable, shapes: tuple, targ
     lowered = mlir.lower_fun(functools.partial(function, target), multiple_results=True)
     return lowered(context, *operands)
 
+
+def _batch(
+    tensors: Sequence[Tensor], axes: Sequence[Any], *, function: Callable, shapes: tuple
+) -> tuple[Sequence[Tensor], Sequence[int]]:
+    """`jax.vmap` over steps, as for an ensemble."""
+
+    def each(target: str, *tensors: Tensor) -> Sequence[Tensor]:
+        return jax.vmap(functools.partial(function, target), tuple(axes))(*tensors)
+
+    pairs = zip(tensors, axes, strict=True)
+    size = next(x.shape[axis] for x, axis in pairs if axis is not None)
+    found = _per_target.bind(
+        *tensors, function=each, shapes=tuple((size, *shape) for shape in shapes)
+    )
+    return found, [0] * len(shapes)
+
+
+batching.primitive_batchers[_per_target] = _batch
 
 for _platform, _target in _TARGETS.items():
     mlir.register_lowering(
