@@ -128,7 +128,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._begin()
 
     def _begin(self, optimizer: Any = None, step: int = 0) -> None:
-        """Forget what another optimizer has measured."""
+        """Forget what another optimizer has measured, or this one in another run."""
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
         self._ratio = math.nan
@@ -151,7 +151,8 @@ class GradientHealth(keras.callbacks.Callback):
         self._switch_on(optimizer)
         report = self._read(optimizer)
         step = report.step if report else 0
-        if optimizer is not self._optimizer:
+        went_back = self.report is not None and step < self.report.step  # a checkpoint was loaded
+        if optimizer is not self._optimizer or went_back:
             self._begin(optimizer, step)
         self._standstill = Standstill(optimizer.gradient_accumulation_steps or 1)
         self._cadence.epoch_start, self._epoch_steps = step, 1
