@@ -13,8 +13,8 @@ from kmp._keras.updates import excluded_from_weight_decay
 from kmp.precision.policy import Policy
 from kmp.precision.trees import HALF_DTYPES, half_dtype
 from kmp.scaling.float32_updates import exact_weights, is_master, masters_of
+from kmp.scaling.arguments import scales
 from kmp.scaling.optimizer import LossScaleOptimizer
-from kmp.scaling.rules import NoOpLossScale
 
 
 def optimizers_of(model: Any) -> dict[str, keras.optimizers.Optimizer]:
@@ -43,7 +43,7 @@ def _is_default(optimizer: Any) -> bool:
 def scales_the_loss(optimizer: Any) -> bool:
     """Whether an optimizer multiplies the loss, by a scale that it finds or by a fixed one."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        if not isinstance(getattr(optimizer, "loss_scale", None), NoOpLossScale):
+        if scales(getattr(optimizer, "loss_scale", None)):  # Keras's has none
             return True
         optimizer = optimizer.inner_optimizer
     return optimizer.loss_scale_factor is not None
