@@ -155,7 +155,7 @@ def test_a_fit_that_was_not_watched_is_not_judged():
 
 @pytest.mark.filterwarnings("ignore:Step")
 def test_a_run_that_was_put_back_to_its_start_is_judged_anew(tmp_path):
-    """As for each fold of a cross-validation: the second fit ends at the step that the first did."""
+    """As in cross-validation: the second fit ends at the step that the first did."""
     watch, model = kmp.callbacks.GradientHealth(update_freq=5), linear_model()
     model.optimizer.build(model.trainable_variables)
     model.save_weights(tmp_path / "start.weights.h5")
