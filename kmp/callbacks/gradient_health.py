@@ -3,7 +3,7 @@
 import collections
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -13,7 +13,7 @@ from kmp._keras import layers_of, own_weights
 from kmp.callbacks import arguments, readings
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
-from kmp.callbacks.epoch_curves import learning_rates
+from kmp.callbacks.epoch_curves import highest_rate
 from kmp.callbacks.judging import Evidence, judge
 from kmp.callbacks.order import come_first
 from kmp.callbacks.outlets import Outlets
@@ -248,9 +248,9 @@ class GradientHealth(keras.callbacks.Callback):
         )
         return judge(evidence)
 
-    def _learning_rate(self) -> float:
+    def _learning_rate(self, paths: Collection[str]) -> float:
         self._sync()
-        return max(learning_rates(self._optimizer).values())
+        return highest_rate(self._optimizer, paths)
 
     def _sync(self) -> None:
         """Bring JAX's state out of the loop and into the variables."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale
 
 _NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
+_FELT = 1e-6  # share of a weight that float32 does not round away
 _SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round away
 
 
@@ -31,7 +32,7 @@ class Evidence:
         weights: the trainable variables by their paths.
         update_ratios: the medians of log10(update / weight) of the last looks.
         still: the weights that stand still, if they have for long enough.
-        learning_rate: returns it; asked if something stands still.
+        learning_rate: returns that of the variables with some paths; asked if they stand still.
         drops_windows: whether one overflow discards a whole window of gradient accumulation.
     """
 
@@ -43,7 +44,7 @@ class Evidence:
     weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
     update_ratios: list[float] = dataclasses.field(default_factory=list)
     still: Still | None = None
-    learning_rate: Callable[[], float] = lambda: math.nan
+    learning_rate: Callable[[Sequence[str]], float] = lambda paths: math.nan
     drops_windows: bool = False
 
     @property
@@ -139,7 +140,7 @@ def _stalled(evidence: Evidence) -> Verdict | None:
 
 def _cause_of_standstill(evidence: Evidence, still: Still) -> tuple[str, str] | None:
     """Why, and what to do; None if there is no cause but that the gradients are small."""
-    rate = evidence.learning_rate()
+    rate = evidence.learning_rate(still.paths)
     if rate == 0:
         return "the learning rate is 0", "Set it, or look at where its schedule ends."
     if evidence.drops_windows and evidence.skips:
@@ -158,6 +159,13 @@ def _cause_of_standstill(evidence: Evidence, still: Still) -> tuple[str, str] | 
         )
     if rate < _SMALL_RATE:
         return f"the learning rate is {rate:.2g}", "Raise it: float32 rounds such updates away."
+    norms, weight_norms = evidence.report.column("l2_norm"), evidence.report.weight_norm
+    if all(rate * norms[path] > _FELT * weight_norms[path] for path in still.paths):
+        return (
+            f"at a learning rate of {rate:.2g} their gradients would move them",
+            "Look at what holds them back: clipnorm, global_clipnorm, clipvalue, a constraint, or "
+            "the optimizer's own update.",
+        )
     return None
 
 
