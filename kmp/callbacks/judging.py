@@ -66,7 +66,16 @@ class Evidence:
 
 def judge(evidence: Evidence) -> Verdict:
     """Judge the steps since the last epoch's end."""
-    rules = (_forward_nan, _collapsed, _stalled, _calibrating, _unstable, _underflow, _healthy)
+    rules = (
+        _forward_nan,
+        _collapsed,
+        _stalled,
+        _lost,
+        _calibrating,
+        _unstable,
+        _underflow,
+        _healthy,
+    )
     return next(verdict for rule in rules if (verdict := rule(evidence)) is not None)
 
 
@@ -167,6 +176,19 @@ def _cause_of_standstill(evidence: Evidence, still: Still) -> tuple[str, str] | 
             "the optimizer's own update.",
         )
     return None
+
+
+def _lost(evidence: Evidence) -> Verdict | None:
+    norms = evidence.report.weight_norm
+    lost = [path for path in norms if not math.isfinite(norms[path])]
+    if not lost:
+        return None
+    return Verdict(
+        "UNSTABLE",
+        lost[-1],
+        f"{len(lost)} of {len(norms)} weights hold inf or NaN",
+        "No step brings them back: load a checkpoint from before.",
+    )
 
 
 def _calibrating(evidence: Evidence) -> Verdict | None:

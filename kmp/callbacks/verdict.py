@@ -54,7 +54,8 @@ class Verdict:
     HEALTHY      nothing to do
     CALIBRATING  in the first 100 steps: the loss scale is being found, by overflows
     UNDERFLOW    float16 loses gradients at a scale that could be higher
-    UNSTABLE     overflows, gradients or updates are far more, or larger, than in sound training
+    UNSTABLE     overflows, gradients or updates are far more, or larger, than in sound training;
+                 or weights hold inf or NaN
     STALLED      the weights stand still, although there are gradients
     COLLAPSED    gradients overflow although the loss scale cannot sink any more
     FORWARD-NAN  the loss itself is not finite: no loss scale can help

@@ -229,6 +229,24 @@ def test_the_smaller_limit_is_the_smaller(arguments):
         Limits(**arguments)
 
 
+@pytest.mark.parametrize("lost", [np.nan, np.inf])
+def test_weights_that_are_lost_where_nothing_else_shows_it(lost):
+    """Their layer's answers are replaced: loss and gradients stay finite."""
+    keras.config.set_dtype_policy("float32")
+    inputs = keras.Input((4,))
+    masked = keras.layers.Dense(8, name="masked")(inputs)
+    masked = keras.layers.Lambda(ops.nan_to_num, output_shape=(8,))(masked * 0.0)
+    both = keras.layers.Concatenate()([keras.layers.Dense(8)(inputs), masked])
+    model = keras.Model(inputs, keras.layers.Dense(1)(both))
+    model.get_layer("masked").kernel.assign(np.full((4, 8), lost))
+    model.compile(kmp.scaled("sgd", learning_rate=0.01), "mse")
+    watch = GradientHealth(update_freq=5)
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[watch])
+    assert (watch.verdict.state, watch.verdict.blame) == ("UNSTABLE", "masked/kernel")
+    assert "1 of 6 weights hold inf or NaN" in watch.verdict.reason
+
+
 def test_updates_that_are_too_large():
     def found(looks):
         rule, ratios = kmp.DynamicLossScale(), [-0.5] * looks
