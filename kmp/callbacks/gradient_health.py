@@ -2,6 +2,7 @@
 
 import collections
 import math
+import numbers
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -14,7 +15,8 @@ from kmp.callbacks import arguments, readings
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
 from kmp.callbacks.epoch_curves import highest_rate
-from kmp.callbacks.judging import Evidence, judge
+from kmp.callbacks.evidence import Evidence
+from kmp.callbacks.judging import judge
 from kmp.callbacks.order import come_first
 from kmp.callbacks.outlets import Outlets
 from kmp.callbacks.protection import Claim, protect_fit, release
@@ -193,7 +195,8 @@ class GradientHealth(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         logs = {} if logs is None else logs
-        report = self._look()
+        loss = logs.get("loss")
+        report = self._look(loss if isinstance(loss, numbers.Real) else 0.0)
         if report is not None:
             self._epoch_steps = report.step - self._cadence.epoch_start
             self._cadence.epoch_start, self._epoch_start = report.step, report
@@ -213,7 +216,7 @@ class GradientHealth(keras.callbacks.Callback):
     def _read(self, optimizer: Any) -> GradientReport | None:
         return read_report(optimizer, self._trained) if optimizer.built else None
 
-    def _look(self) -> GradientReport | None:
+    def _look(self, loss: Any = 0.0) -> GradientReport | None:
         report = self._read(self._optimizer)
         if report is None or (self.report and self.report.step == report.step):
             return report
@@ -221,7 +224,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._ratio = ratio = self._update_ratio(report, weights)
         if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
             self._update_ratios.append(ratio)
-        verdict = self._judge(report, weights)
+        verdict = self._judge(report, weights, float(loss))
         # The verdict is on the whole epoch: one good look takes nothing back.
         if self._worst is None or verdict.code >= self._worst.code:
             self._worst = verdict
@@ -232,7 +235,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._outlets.look(report, self.verdict, ratio)
         return report
 
-    def _judge(self, report: GradientReport, weights: Mapping[str, Weight]) -> Verdict:
+    def _judge(self, report: GradientReport, weights: Mapping[str, Weight], loss: float) -> Verdict:
         optimizer = self._optimizer
         evidence = Evidence(
             report=report,
@@ -244,6 +247,7 @@ class GradientHealth(keras.callbacks.Callback):
             update_ratios=list(self._update_ratios),
             still=self._standstill.see(report, weights),
             learning_rate=self._learning_rate,
+            loss=loss,
             drops_windows=optimizer.on_overflow == "drop_window",
         )
         return judge(evidence)

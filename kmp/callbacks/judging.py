@@ -1,67 +1,21 @@
 """The verdict over the steps of an epoch, from its reports."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kmp.callbacks.standstill import Still, Weight, significant
-from kmp.callbacks.verdict import Limits, Verdict
+from kmp.callbacks.evidence import Evidence
+from kmp.callbacks.standstill import Still, significant
+from kmp.callbacks.verdict import Verdict
 from kmp.health.measure import FIRST_STEPS, NUM_EVENTS
-from kmp.health.report import GradientReport, OverflowEvent
+from kmp.health.report import GradientReport
 from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale
 
 _NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
 _FELT = 1e-6  # share of a weight that float32 does not round away
 _SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round away
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Evidence:
-    """What a verdict is given about.
-
-    Attributes:
-        report: the present one.
-        start: the one at the end of the last epoch; None for the beginning of training.
-        settled: one of a window of steps ago, after the first 100; None if there is none yet.
-        rule: the loss-scaling strategy.
-        limits: where the verdict turns.
-        weights: the trainable variables by their paths.
-        update_ratios: the medians of log10(update / weight) of the last looks.
-        still: the weights that stand still, if they have for long enough.
-        learning_rate: returns that of the variables with some paths; asked if they stand still.
-        drops_windows: whether one overflow discards a whole window of gradient accumulation.
-    """
-
-    report: GradientReport
-    start: GradientReport | None = None
-    settled: GradientReport | None = None
-    rule: Any = None
-    limits: Limits = dataclasses.field(default_factory=Limits)
-    weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
-    update_ratios: list[float] = dataclasses.field(default_factory=list)
-    still: Still | None = None
-    learning_rate: Callable[[Sequence[str]], float] = lambda paths: math.nan
-    drops_windows: bool = False
-
-    @property
-    def steps(self) -> int:
-        """Steps since the last epoch's end."""
-        return self.report.step - (self.start.step if self.start else 0)
-
-    @property
-    def skips(self) -> int:
-        """Steps skipped since then."""
-        return self.report.skipped_steps - (self.start.skipped_steps if self.start else 0)
-
-    @property
-    def events(self) -> list[OverflowEvent]:
-        """The overflows since then, the last one first; at most 16 are known."""
-        since = self.start.step if self.start else 0
-        return [event for event in self.report.events if event.step > since]
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -81,15 +35,20 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _forward_nan(evidence: Evidence) -> Verdict | None:
     dead = [event for event in evidence.events if not event.loss_finite]
-    if not dead:
+    if dead:
+        seen = f"{'' if len(evidence.events) < NUM_EVENTS else 'at least '}{len(dead)}"
+        reason = (
+            f"the loss was not finite in {seen} of the last {evidence.steps} steps, "
+            f"in step {dead[-1].step} for one"
+        )
+    elif not math.isfinite(evidence.loss):
+        reason = f"the loss of the epoch is {evidence.loss}, though its gradients are finite"
+    else:
         return None
-    known = len(evidence.events) < NUM_EVENTS
-    seen = str(len(dead)) if known else f"at least {len(dead)}"
     return Verdict(
         "FORWARD-NAN",
         "",
-        f"the loss was not finite in {seen} of the last {evidence.steps} steps, "
-        f"in step {dead[-1].step} for one",
+        reason,
         "No loss scale helps: look for a bad batch, a division or logarithm of zero, or an "
         "overflow in the forward pass; kmp.debug.locate_nonfinite(model, x, y) names the "
         "layer, which gradients that are all NaN cannot.",

@@ -7,7 +7,8 @@ from keras import ops
 
 import kmp
 from kmp.callbacks import GradientHealth, Limits
-from kmp.callbacks.judging import Evidence, judge
+from kmp.callbacks.evidence import Evidence
+from kmp.callbacks.judging import judge
 from kmp.callbacks.standstill import Weight
 from kmp.callbacks.verdict import STATES
 
@@ -227,6 +228,21 @@ def test_limits_are_numbers(name, value):
 def test_the_smaller_limit_is_the_smaller(arguments):
     with pytest.raises(ValueError, match="`min_grad_norm` of Limits must lie below"):
         Limits(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered")
+@pytest.mark.parametrize("loss", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_though_its_gradients_are(loss):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(
+        kmp.scaled("sgd", learning_rate=0.01), lambda y, outputs: ops.mean(outputs) + float(loss)
+    )
+    watch = GradientHealth()
+    x = np.ones((40, 4), "float32")
+    with pytest.warns(kmp.PrecisionWarning, match="FORWARD-NAN"):
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[watch])
+    assert watch.report.skipped_steps == 0 and watch.verdict.state == "FORWARD-NAN"
+    assert f"the loss of the epoch is {loss}" in watch.verdict.reason
 
 
 @pytest.mark.parametrize("lost", [np.nan, np.inf])

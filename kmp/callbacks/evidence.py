@@ -1,0 +1,57 @@
+"""What a verdict is given about."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kmp.callbacks.standstill import Still, Weight
+from kmp.callbacks.verdict import Limits
+from kmp.health.report import GradientReport, OverflowEvent
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evidence:
+    """What a verdict is given about.
+
+    Attributes:
+        report: the present one.
+        start: the one at the end of the last epoch; None for the beginning of training.
+        settled: one of a window of steps ago, after the first 100; None if there is none yet.
+        rule: the loss-scaling strategy.
+        limits: where the verdict turns.
+        weights: the trainable variables by their paths.
+        update_ratios: the medians of log10(update / weight) of the last looks.
+        still: the weights that stand still, if they have for long enough.
+        learning_rate: returns that of the variables with some paths; asked if they stand still.
+        loss: that of the epoch, at its end.
+        drops_windows: whether one overflow discards a whole window of gradient accumulation.
+    """
+
+    report: GradientReport
+    start: GradientReport | None = None
+    settled: GradientReport | None = None
+    rule: Any = None
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
+    update_ratios: list[float] = dataclasses.field(default_factory=list)
+    still: Still | None = None
+    learning_rate: Callable[[Sequence[str]], float] = lambda paths: math.nan
+    loss: float = 0.0
+    drops_windows: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps since the last epoch's end."""
+        return self.report.step - (self.start.step if self.start else 0)
+
+    @property
+    def skips(self) -> int:
+        """Steps skipped since then."""
+        return self.report.skipped_steps - (self.start.skipped_steps if self.start else 0)
+
+    @property
+    def events(self) -> list[OverflowEvent]:
+        """The overflows since then, the last one first; at most 16 are known."""
+        since = self.start.step if self.start else 0
+        return [event for event in self.report.events if event.step > since]
