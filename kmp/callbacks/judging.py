@@ -11,7 +11,7 @@ from kmp.callbacks.verdict import Verdict
 from kmp.health.measure import FIRST_STEPS, NUM_EVENTS
 from kmp.health.report import GradientReport
 from kmp.scaling.amax import AmaxLossScale
-from kmp.scaling.rules import DynamicLossScale
+from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
 _FELT = 1e-6  # share of a weight that float32 does not round away
@@ -64,13 +64,15 @@ def _collapsed(evidence: Evidence) -> Verdict | None:
         exhausted = report.consecutive_skips >= 10
     if not (evidence.events and exhausted):
         return None
+    is_fixed = isinstance(rule, (StaticLossScale, NoOpLossScale))
     return Verdict(
         "COLLAPSED",
         evidence.events[0].first_variable,
         f"{report.consecutive_skips} steps in a row overflowed at a loss scale of "
-        f"{report.loss_scale:g}" + (", its floor" if is_dynamic else ", which is fixed"),
-        "The scale is not to blame any more: keep that layer in float32, or rescale its "
-        "inputs; min_scale may be lowered.",
+        f"{report.loss_scale:g}"
+        + (", its floor" if is_dynamic else ", which is fixed" if is_fixed else ""),
+        "The scale is not to blame any more: keep that layer in float32, or rescale its inputs"
+        + ("; min_scale may be lowered." if is_dynamic else "."),
     )
 
 

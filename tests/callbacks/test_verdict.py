@@ -11,6 +11,7 @@ from kmp.callbacks.evidence import Evidence
 from kmp.callbacks.judging import judge
 from kmp.callbacks.standstill import Weight
 from kmp.callbacks.verdict import STATES
+from kmp.health.report import OverflowEvent
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without")
 
@@ -228,6 +229,24 @@ def test_limits_are_numbers(name, value):
 def test_the_smaller_limit_is_the_smaller(arguments):
     with pytest.raises(ValueError, match="`min_grad_norm` of Limits must lie below"):
         Limits(**arguments)
+
+
+@pytest.mark.parametrize(
+    "rule, said, min_scale",
+    [
+        (kmp.DynamicLossScale(), ", its floor", True),
+        (kmp.StaticLossScale(1.0), ", which is fixed", False),
+        (object(), "of 1", False),
+    ],
+    ids=["dynamic", "static", "of the user"],
+)
+def test_what_is_said_of_a_collapsed_scale_is_true_of_its_rule(rule, said, min_scale):
+    event = OverflowEvent(500, 1.0, "conv/kernel", 1, True)
+    matrix = np.zeros((1, 5), "float32")
+    seen = kmp.GradientReport(("conv/kernel",), matrix, 1.0, 500, 12, 12, (event,))
+    found = judge(Evidence(seen, rule=rule))
+    assert found.state == "COLLAPSED" and found.reason.endswith(said)
+    assert ("min_scale" in found.advice) == min_scale
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered")
