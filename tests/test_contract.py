@@ -496,11 +496,12 @@ def test_pure_float16_trains(mode):
 
 @pytest.mark.filterwarnings("ignore:Weights in float16")
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16"])
-def test_float16_without_loss_scaling_is_never_silent(policy):
+@pytest.mark.parametrize("scale", ["none", 1, kmp.StaticLossScale(1.0)], ids=str)
+def test_float16_without_loss_scaling_is_never_silent(policy, scale):
     keras.config.set_dtype_policy(policy)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with pytest.warns(UserWarning, match='float16 without loss scaling .*loss_scale="dynamic"'):
-        model.compile(kmp.scaled("sgd", "none"), "mse")
+        model.compile(kmp.scaled("sgd", scale), "mse")
         model.optimizer.build(model.trainable_variables)
 
 

@@ -8,7 +8,7 @@ from kmp._keras import layers_of
 from kmp.callbacks.standstill import Weight, significant
 from kmp.callbacks.verdict import Limits, Verdict
 from kmp.health.report import GradientReport
-from kmp.scaling.rules import NoOpLossScale
+from kmp.scaling.arguments import scales
 
 _NAMED = 5  # variables that a warning names
 
@@ -57,7 +57,7 @@ class Alarms:
 
     def of_unscaled_float16(self, model: Any, rule: Any) -> None:
         """Warn if layers compute in float16 although nothing scales the loss."""
-        if not isinstance(rule, NoOpLossScale):
+        if scales(rule):
             return
         layers = [x for x in layers_of(model)[1:] if x.path]  # Input has none
         half = [x.path for x in layers if x.compute_dtype == "float16"]

@@ -2,11 +2,12 @@
 
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from keras import ops
 
+from kmp._keras.optimizer import trainable_variables_of
 from kmp.callbacks.charts import describe
 from kmp.summaries import SummaryWriter
 
@@ -86,7 +87,22 @@ def learning_rates(optimizer: Any) -> dict[str, float]:
     inner = optimizer.inner_optimizer
     parts = getattr(inner, "optimizers", None)
     named = {f"learning_rate_{part.name}": part for part in parts or ()} or {"learning_rate": inner}
-    return {
-        name: float(ops.convert_to_numpy(ops.convert_to_tensor(each.learning_rate)))
-        for name, each in named.items()
-    }
+    return {name: _rate(each) for name, each in named.items()}
+
+
+def highest_rate(optimizer: Any, paths: Collection[str]) -> float:
+    """The highest learning rate of any of the variables with these paths.
+
+    Args:
+        optimizer: `kmp.LossScaleOptimizer`, built.
+        paths: of at least one of its variables.
+    """
+    inner = optimizer.inner_optimizer
+    parts = [x for x in getattr(inner, "optimizers", None) or [inner] if x.built]
+    return max(
+        _rate(each) for each in parts if any(v.path in paths for v in trainable_variables_of(each))
+    )
+
+
+def _rate(optimizer: Any) -> float:
+    return float(ops.convert_to_numpy(ops.convert_to_tensor(optimizer.learning_rate)))

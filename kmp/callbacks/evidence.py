@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kmp.callbacks.standstill import Still, Weight
@@ -24,7 +24,8 @@ class Evidence:
         update_ratios: the medians of log10(update / weight) of the last looks.
         still: the weights that stand still, if they have for long enough.
         silent: all weights, if their gradients have been exactly zero for long enough.
-        learning_rate: returns it; asked if something stands still.
+        learning_rate: returns that of the variables with some paths; asked if they stand still.
+        loss: that of the epoch, at its end.
         drops_windows: whether one overflow discards a whole window of gradient accumulation.
     """
 
@@ -37,7 +38,8 @@ class Evidence:
     update_ratios: list[float] = dataclasses.field(default_factory=list)
     still: Still | None = None
     silent: Still | None = None
-    learning_rate: Callable[[], float] = lambda: math.nan
+    learning_rate: Callable[[Sequence[str]], float] = lambda paths: math.nan
+    loss: float = 0.0
     drops_windows: bool = False
 
     @property

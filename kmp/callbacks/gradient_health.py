@@ -2,8 +2,9 @@
 
 import collections
 import math
+import numbers
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -13,7 +14,7 @@ from kmp._keras import layers_of, own_weights
 from kmp.callbacks import arguments, readings
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
-from kmp.callbacks.epoch_curves import learning_rates
+from kmp.callbacks.epoch_curves import highest_rate
 from kmp.callbacks.evidence import Evidence
 from kmp.callbacks.judging import judge
 from kmp.callbacks.order import come_first
@@ -129,7 +130,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._begin()
 
     def _begin(self, optimizer: Any = None, step: int = 0) -> None:
-        """Forget what another optimizer has measured."""
+        """Forget what another optimizer has measured, or this one in another run."""
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
         self._ratio = math.nan
@@ -153,7 +154,8 @@ class GradientHealth(keras.callbacks.Callback):
         self._switch_on(optimizer)
         report = self._read(optimizer)
         step = report.step if report else 0
-        if optimizer is not self._optimizer:
+        went_back = self.report is not None and step < self.report.step  # a checkpoint was loaded
+        if optimizer is not self._optimizer or went_back:
             self._begin(optimizer, step)
         self._standstill = Standstill(optimizer.gradient_accumulation_steps or 1)
         self._cadence.epoch_start, self._epoch_steps = step, 1
@@ -194,7 +196,8 @@ class GradientHealth(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         logs = {} if logs is None else logs
-        report = self._look()
+        loss = logs.get("loss")
+        report = self._look(loss if isinstance(loss, numbers.Real) else 0.0)
         if report is not None:
             self._epoch_steps = report.step - self._cadence.epoch_start
             self._cadence.epoch_start, self._epoch_start = report.step, report
@@ -214,7 +217,7 @@ class GradientHealth(keras.callbacks.Callback):
     def _read(self, optimizer: Any) -> GradientReport | None:
         return read_report(optimizer, self._trained) if optimizer.built else None
 
-    def _look(self) -> GradientReport | None:
+    def _look(self, loss: Any = 0.0) -> GradientReport | None:
         report = self._read(self._optimizer)
         if report is None or (self.report and self.report.step == report.step):
             return report
@@ -222,7 +225,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._ratio = ratio = self._update_ratio(report, weights)
         if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
             self._update_ratios.append(ratio)
-        verdict = self._judge(report, weights)
+        verdict = self._judge(report, weights, float(loss))
         # The verdict is on the whole epoch: one good look takes nothing back.
         if self._worst is None or verdict.code >= self._worst.code:
             self._worst = verdict
@@ -233,7 +236,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._outlets.look(report, self.verdict, ratio)
         return report
 
-    def _judge(self, report: GradientReport, weights: Mapping[str, Weight]) -> Verdict:
+    def _judge(self, report: GradientReport, weights: Mapping[str, Weight], loss: float) -> Verdict:
         optimizer = self._optimizer
         evidence = Evidence(
             report=report,
@@ -246,13 +249,14 @@ class GradientHealth(keras.callbacks.Callback):
             still=self._standstill.see(report, weights),
             silent=self._silence.see(report, weights),
             learning_rate=self._learning_rate,
+            loss=loss,
             drops_windows=optimizer.on_overflow == "drop_window",
         )
         return judge(evidence)
 
-    def _learning_rate(self) -> float:
+    def _learning_rate(self, paths: Collection[str]) -> float:
         self._sync()
-        return max(learning_rates(self._optimizer).values())
+        return highest_rate(self._optimizer, paths)
 
     def _sync(self) -> None:
         """Bring JAX's state out of the loop and into the variables."""

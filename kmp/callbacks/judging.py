@@ -14,6 +14,7 @@ from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
+_FELT = 1e-6  # share of a weight that float32 does not round away
 _SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round away
 
 
@@ -23,6 +24,7 @@ def judge(evidence: Evidence) -> Verdict:
         _forward_nan,
         _collapsed,
         _stalled,
+        _lost,
         _silent,
         _calibrating,
         _unstable,
@@ -34,15 +36,20 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _forward_nan(evidence: Evidence) -> Verdict | None:
     dead = [event for event in evidence.events if not event.loss_finite]
-    if not dead:
+    if dead:
+        seen = f"{'' if len(evidence.events) < NUM_EVENTS else 'at least '}{len(dead)}"
+        reason = (
+            f"the loss was not finite in {seen} of the last {evidence.steps} steps, "
+            f"in step {dead[-1].step} for one"
+        )
+    elif not math.isfinite(evidence.loss):
+        reason = f"the loss of the epoch is {evidence.loss}, though its gradients are finite"
+    else:
         return None
-    known = len(evidence.events) < NUM_EVENTS
-    seen = str(len(dead)) if known else f"at least {len(dead)}"
     return Verdict(
         "FORWARD-NAN",
         "",
-        f"the loss was not finite in {seen} of the last {evidence.steps} steps, "
-        f"in step {dead[-1].step} for one",
+        reason,
         "No loss scale helps: look for a bad batch, a division or logarithm of zero, or an "
         "overflow in the forward pass; kmp.debug.locate_nonfinite(model, x, y) names the "
         "layer, which gradients that are all NaN cannot.",
@@ -52,11 +59,12 @@ def _forward_nan(evidence: Evidence) -> Verdict | None:
 def _collapsed(evidence: Evidence) -> Verdict | None:
     report, rule = evidence.report, evidence.rule
     is_dynamic = isinstance(rule, DynamicLossScale)
+    is_fixed = isinstance(rule, StaticLossScale | NoOpLossScale)
     if is_dynamic:
         exhausted = report.consecutive_skips >= 2 and report.loss_scale <= rule.min_scale
     else:
         enough = 10
-        if isinstance(rule, StaticLossScale | NoOpLossScale):  # no search, so an epoch is enough
+        if is_fixed:  # nothing searches for a scale, so an epoch is enough
             enough = min(enough, max(2, evidence.steps))
         exhausted = report.consecutive_skips >= enough
     if not (evidence.events and exhausted):
@@ -65,9 +73,10 @@ def _collapsed(evidence: Evidence) -> Verdict | None:
         "COLLAPSED",
         evidence.events[0].first_variable,
         f"{report.consecutive_skips} steps in a row overflowed at a loss scale of "
-        f"{report.loss_scale:g}" + (", its floor" if is_dynamic else ", which is fixed"),
-        "The scale is not to blame any more: keep that layer in float32, or rescale its "
-        "inputs; min_scale may be lowered.",
+        f"{report.loss_scale:g}"
+        + (", its floor" if is_dynamic else ", which is fixed" if is_fixed else ""),
+        "The scale is not to blame any more: keep that layer in float32, or rescale its inputs"
+        + ("; min_scale may be lowered." if is_dynamic else "."),
     )
 
 
@@ -112,7 +121,7 @@ def _stalled(evidence: Evidence) -> Verdict | None:
 
 def _cause_of_standstill(evidence: Evidence, still: Still) -> tuple[str, str] | None:
     """Why, and what to do; None if there is no cause but that the gradients are small."""
-    rate = evidence.learning_rate()
+    rate = evidence.learning_rate(still.paths)
     if rate == 0:
         return "the learning rate is 0", "Set it, or look at where its schedule ends."
     if evidence.drops_windows and evidence.skips:
@@ -131,7 +140,27 @@ def _cause_of_standstill(evidence: Evidence, still: Still) -> tuple[str, str] | 
         )
     if rate < _SMALL_RATE:
         return f"the learning rate is {rate:.2g}", "Raise it: float32 rounds such updates away."
+    norms, weight_norms = evidence.report.column("l2_norm"), evidence.report.weight_norm
+    if all(rate * norms[path] > _FELT * weight_norms[path] for path in still.paths):
+        return (
+            f"at a learning rate of {rate:.2g} their gradients would move them",
+            "Look at what holds them back: clipnorm, global_clipnorm, clipvalue, a constraint, or "
+            "the optimizer's own update.",
+        )
     return None
+
+
+def _lost(evidence: Evidence) -> Verdict | None:
+    norms = evidence.report.weight_norm
+    lost = [path for path in norms if not math.isfinite(norms[path])]
+    if not lost:
+        return None
+    return Verdict(
+        "UNSTABLE",
+        lost[-1],
+        f"{len(lost)} of {len(norms)} weights hold inf or NaN",
+        "No step brings them back: load a checkpoint from before.",
+    )
 
 
 def _silent(evidence: Evidence) -> Verdict | None:

@@ -7,14 +7,15 @@ import keras
 from keras import ops
 
 from kmp._backend.types import Tensor
+from kmp._common import warn
 from kmp._keras import replace_optimizer
 from kmp._keras.optimizer import inner_optimizer_of, steps_of, trainable_variables_of
 from kmp._keras.updates import excluded_from_weight_decay
 from kmp.precision.policy import Policy
 from kmp.precision.trees import HALF_DTYPES, half_dtype
+from kmp.scaling.arguments import scales
 from kmp.scaling.float32_updates import exact_weights, is_master, masters_of
 from kmp.scaling.optimizer import LossScaleOptimizer
-from kmp.scaling.rules import NoOpLossScale
 
 
 def optimizers_of(model: Any) -> dict[str, keras.optimizers.Optimizer]:
@@ -43,7 +44,7 @@ def _is_default(optimizer: Any) -> bool:
 def scales_the_loss(optimizer: Any) -> bool:
     """Whether an optimizer multiplies the loss, by a scale that it finds or by a fixed one."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        if not isinstance(getattr(optimizer, "loss_scale", None), NoOpLossScale):
+        if scales(getattr(optimizer, "loss_scale", None)):  # Keras's has none
             return True
         optimizer = optimizer.inner_optimizer
     return optimizer.loss_scale_factor is not None
@@ -59,7 +60,11 @@ def scale_losses(model: Any, policy: Policy) -> str:
     for name, optimizer in optimizers_of(model).items() if half == "float16" else ():
         kind = type(optimizer).__name__
         is_wrapped = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if is_wrapped or scales_the_loss(optimizer):
+        if scales_the_loss(optimizer):
+            continue
+        if is_wrapped:  # the optimizer itself cannot look into the layers
+            said.append(f"{name} does not scale the loss: float16 loses gradients below 6e-8.")
+            warn(f"{said[-1]} Compile with kmp.scaled(..., loss_scale='dynamic').")
             continue
         if name != "optimizer":
             said.append(

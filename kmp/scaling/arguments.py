@@ -10,7 +10,7 @@ from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import is_number, warn
 from kmp.scaling import rules
-from kmp.scaling.rules import DynamicLossScale, LossScale, NoOpLossScale
+from kmp.scaling.rules import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from kmp.scaling.telemetry import Telemetry
 
 
@@ -61,10 +61,15 @@ def checked_inner(optimizer: Any) -> Any:
     return optimizer
 
 
+def scales(rule: Any) -> bool:
+    """Whether a strategy multiplies the loss by anything but 1."""
+    return rule not in (NoOpLossScale(), StaticLossScale(1.0))
+
+
 def warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> None:
     """Warn if float16 is going to be trained without a scale: small gradients vanish silently."""
     where = _float16_in(variables)
-    if where and isinstance(rule, NoOpLossScale):
+    if where and not scales(rule):
         warn(
             f"float16 without loss scaling ({where}): gradients below 6e-8 become zero. Write "
             'loss_scale="dynamic", or train in bfloat16, which needs no loss scaling.'

@@ -68,9 +68,12 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
     if "dynamic_scale" in keys:
         layout = _checked_layout(optimizer, store)
         values = [(v, store[name]) for name, v in own.items() if name in keys]
-        if layout.get("rule", _rule_name(optimizer.loss_scale)) != _rule_name(optimizer.loss_scale):
+        stored = layout.get("rule", _rule_name(optimizer.loss_scale))
+        if stored != _rule_name(optimizer.loss_scale):
             # The rules count differently: one up to its next growth, another down to its next look.
             values.append((own["step_counter"], 0))
+            if stored == NoOpLossScale.__name__:  # its 1 was never searched for
+                values.append((own["dynamic_scale"], optimizer.loss_scale.init().scale))
     elif len(keys) == len(inner):
         values = [(v, store[str(i)]) for i, v in enumerate(inner)]
     elif len(keys) == len(_KERAS_OWN) + len(inner):

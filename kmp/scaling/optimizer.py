@@ -18,7 +18,7 @@ from kmp.precision.trees import all_finite
 from kmp.scaling import arguments, checkpoint
 from kmp.scaling.float32_updates import HalfMemory
 from kmp.scaling.inner import ON_OVERFLOW, DroppedWindow, WrapsInner
-from kmp.scaling.rules import NoOpLossScale, ScaleState, StaticLossScale
+from kmp.scaling.rules import ScaleState
 from kmp.scaling.step import Counters, ScaledStep, plan_for
 from kmp.scaling.telemetry import Telemetry
 
@@ -131,7 +131,7 @@ class LossScaleOptimizer(WrapsInner):
     @property
     def divides_gradients(self) -> bool:
         """Whether gradients are divided by anything but 1."""
-        return self.loss_scale not in (NoOpLossScale(), StaticLossScale(1.0))
+        return arguments.scales(self.loss_scale)
 
     @property
     def gradient_health(self) -> Variable | None:

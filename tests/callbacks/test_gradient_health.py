@@ -153,6 +153,20 @@ def test_a_fit_that_was_not_watched_is_not_judged():
     assert watch.verdict.state == "HEALTHY"
 
 
+@pytest.mark.filterwarnings("ignore:Step")
+def test_a_run_that_was_put_back_to_its_start_is_judged_anew(tmp_path):
+    """As in cross-validation: the second fit ends at the step that the first did."""
+    watch, model = kmp.callbacks.GradientHealth(update_freq=5), linear_model()
+    model.optimizer.build(model.trainable_variables)
+    model.save_weights(tmp_path / "start.weights.h5")
+    fit(model, [watch])
+    assert watch.verdict.state == "HEALTHY"
+    model.load_weights(tmp_path / "start.weights.h5")
+    with pytest.warns(UserWarning, match="FORWARD-NAN"):
+        fit(model, [watch], poisoned=[1, 11])
+    assert watch.verdict.state == "FORWARD-NAN" and watch.report.skipped_steps == 2
+
+
 @pytest.mark.filterwarnings("ignore:Step .*(FORWARD-NAN|UNSTABLE)")
 def test_overflow_is_warned_of_once_by_name_with_its_count():
     rule = kmp.DynamicLossScale(2.0**120, max_scale=2.0**126)

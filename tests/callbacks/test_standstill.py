@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from older import of_keras
 from oracle import few
 
 import kmp
@@ -64,6 +65,24 @@ def test_a_schedule_that_ends_at_zero():
     assert found.state == "STALLED" and "schedule" in found.advice
 
 
+def test_a_learning_rate_of_nothing_for_some_of_the_weights():
+    """The rate that counts is that of the weights that stand still, not of the others."""
+    resting, moving = keras.optimizers.SGD(0.0), keras.optimizers.SGD(0.01)
+    parts = of_keras("optimizers.MultiOptimizer")(lambda v: moving if "head" in v.path else resting)
+    found = watched_run(kmp.scaled(parts)).verdict
+    assert found.state == "STALLED" and "the learning rate is 0" in found.reason
+    assert "2 of 3 weights" in found.reason
+
+
+@pytest.mark.parametrize(
+    "clipping", few([{"clipvalue": 1e-12}, {"global_clipnorm": 1e-12}], {"clipvalue": 1e-12})
+)
+def test_updates_that_something_holds_back(clipping):
+    found = watched_run(kmp.scaled("sgd", learning_rate=0.1, **clipping)).verdict
+    assert found.state == "STALLED" and "would move them" in found.reason
+    assert next(iter(clipping)) in found.advice
+
+
 def freeze(*names):
     def change(model):
         for name in names:
@@ -84,6 +103,7 @@ SOUND = {
         "policy": "bfloat16",
     },
     "frozen": {"optimizer": lambda: kmp.scaled("adam"), "change": freeze("hidden", "middle")},
+    "clipped": {"optimizer": lambda: kmp.scaled("adam", global_clipnorm=1e-3)},
     "accumulated": {"optimizer": lambda: kmp.scaled("sgd", gradient_accumulation_steps=4)},
     "converged": {"optimizer": lambda: kmp.scaled("sgd", learning_rate=0.05), "epochs": 8},
     "noiseless": {

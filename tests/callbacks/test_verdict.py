@@ -11,6 +11,7 @@ from kmp.callbacks.evidence import Evidence
 from kmp.callbacks.judging import judge
 from kmp.callbacks.standstill import Weight
 from kmp.callbacks.verdict import STATES
+from kmp.health.report import OverflowEvent
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without")
 
@@ -253,6 +254,57 @@ def test_limits_are_numbers(name, value):
 def test_the_smaller_limit_is_the_smaller(arguments):
     with pytest.raises(ValueError, match="`min_grad_norm` of Limits must lie below"):
         Limits(**arguments)
+
+
+@pytest.mark.parametrize(
+    "rule, said, min_scale",
+    [
+        (kmp.DynamicLossScale(), ", its floor", True),
+        (kmp.StaticLossScale(1.0), ", which is fixed", False),
+        (object(), "of 1", False),
+    ],
+    ids=["dynamic", "static", "of the user"],
+)
+def test_what_is_said_of_a_collapsed_scale_is_true_of_its_rule(rule, said, min_scale):
+    event = OverflowEvent(500, 1.0, "conv/kernel", 1, True)
+    matrix = np.zeros((1, 5), "float32")
+    seen = kmp.GradientReport(("conv/kernel",), matrix, 1.0, 500, 12, 12, (event,))
+    found = judge(Evidence(seen, rule=rule))
+    assert found.state == "COLLAPSED" and found.reason.endswith(said)
+    assert ("min_scale" in found.advice) == min_scale
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered")
+@pytest.mark.parametrize("loss", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_though_its_gradients_are(loss):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(
+        kmp.scaled("sgd", learning_rate=0.01), lambda y, outputs: ops.mean(outputs) + float(loss)
+    )
+    watch = GradientHealth()
+    x = np.ones((40, 4), "float32")
+    with pytest.warns(kmp.PrecisionWarning, match="FORWARD-NAN"):
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[watch])
+    assert watch.report.skipped_steps == 0 and watch.verdict.state == "FORWARD-NAN"
+    assert f"the loss of the epoch is {loss}" in watch.verdict.reason
+
+
+@pytest.mark.parametrize("lost", [np.nan, np.inf])
+def test_weights_that_are_lost_where_nothing_else_shows_it(lost):
+    """Their layer's answers are replaced: loss and gradients stay finite."""
+    keras.config.set_dtype_policy("float32")
+    inputs = keras.Input((4,))
+    masked = keras.layers.Dense(8, name="masked")(inputs)
+    masked = keras.layers.Lambda(ops.nan_to_num, output_shape=(8,))(masked * 0.0)
+    both = keras.layers.Concatenate()([keras.layers.Dense(8)(inputs), masked])
+    model = keras.Model(inputs, keras.layers.Dense(1)(both))
+    model.get_layer("masked").kernel.assign(np.full((4, 8), lost))
+    model.compile(kmp.scaled("sgd", learning_rate=0.01), "mse")
+    watch = GradientHealth(update_freq=5)
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[watch])
+    assert (watch.verdict.state, watch.verdict.blame) == ("UNSTABLE", "masked/kernel")
+    assert "1 of 6 weights hold inf or NaN" in watch.verdict.reason
 
 
 def test_updates_that_are_too_large():

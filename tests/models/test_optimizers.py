@@ -72,6 +72,16 @@ def test_an_optimizer_that_scales_the_loss_is_left_alone(optimizer):
     assert model.optimizer is mine and report.optimizer == ""
 
 
+@pytest.mark.parametrize("scale", ["none", 1.0])
+def test_an_optimizer_that_kmp_made_and_that_scales_nothing_is_told_of(scale):
+    model = sequential()
+    model.compile(kmp.scaled("sgd", scale), "mse")
+    with pytest.warns(kmp.PrecisionWarning, match="optimizer does not scale the loss: float16"):
+        report = kmp.to_mixed_precision(model, "mixed_float16")
+    assert "does not scale the loss" in report.optimizer and report.optimizer in str(report)
+    assert kmp.to_mixed_precision(model, "mixed_bfloat16").optimizer == ""
+
+
 def test_bfloat16_needs_no_loss_scaling_and_an_uncompiled_model_has_none():
     model = sequential()
     model.compile("sgd", "mse")

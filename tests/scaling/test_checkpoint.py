@@ -335,6 +335,16 @@ def test_a_counter_means_nothing_to_another_rule():
     assert int(ops.convert_to_numpy(again.step_counter)) == 1999
 
 
+def test_a_run_without_loss_scaling_has_found_no_scale():
+    """At the 1 that it stored, a dynamic scale would begin 15 growths below its initial one."""
+    store = file_of(kmp.scaled("sgd", "none"), of_shapes((2,)))
+    for rule, expected in (("dynamic", 2.0**15), (kmp.DynamicLossScale(64), 64.0), (8.0, 8.0)):
+        optimizer = kmp.scaled("sgd", rule)
+        optimizer.build(of_shapes((2,)))
+        optimizer.load_own_variables(store)
+        assert float(ops.convert_to_numpy(optimizer.dynamic_scale)) == expected
+
+
 def test_a_countdown_is_no_growth_tracker():
     amax = kmp.scaled("sgd", kmp.AmaxLossScale())
     amax.build(of_shapes((2,)))
