@@ -25,7 +25,7 @@ class Evidence:
         still: the weights that stand still, if they have for long enough.
         silent: all weights, if their gradients have been exactly zero for long enough.
         learning_rate: returns that of the variables with some paths; asked if they stand still.
-        loss: that of the epoch, at its end.
+        losses: of the epoch, at its end: in training and, if there is one, in validation.
         drops_windows: whether one overflow discards a whole window of gradient accumulation.
     """
 
@@ -39,7 +39,7 @@ class Evidence:
     still: Still | None = None
     silent: Still | None = None
     learning_rate: Callable[[Sequence[str]], float] = lambda paths: math.nan
-    loss: float = 0.0
+    losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
     drops_windows: bool = False
 
     @property

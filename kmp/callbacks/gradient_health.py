@@ -196,8 +196,8 @@ class GradientHealth(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         logs = {} if logs is None else logs
-        loss = logs.get("loss")
-        report = self._look(loss if isinstance(loss, numbers.Real) else 0.0)
+        losses = {x: logs[x] for x in ("loss", "val_loss") if isinstance(logs.get(x), numbers.Real)}
+        report = self._look(losses)
         if report is not None:
             self._epoch_steps = report.step - self._cadence.epoch_start
             self._cadence.epoch_start, self._epoch_start = report.step, report
@@ -217,7 +217,7 @@ class GradientHealth(keras.callbacks.Callback):
     def _read(self, optimizer: Any) -> GradientReport | None:
         return read_report(optimizer, self._trained) if optimizer.built else None
 
-    def _look(self, loss: Any = 0.0) -> GradientReport | None:
+    def _look(self, losses: Mapping[str, Any] | None = None) -> GradientReport | None:
         report = self._read(self._optimizer)
         if report is None or (self.report and self.report.step == report.step):
             return report
@@ -225,7 +225,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._ratio = ratio = self._update_ratio(report, weights)
         if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
             self._update_ratios.append(ratio)
-        verdict = self._judge(report, weights, float(loss))
+        verdict = self._judge(report, weights, losses or {})
         # The verdict is on the whole epoch: one good look takes nothing back.
         if self._worst is None or verdict.code >= self._worst.code:
             self._worst = verdict
@@ -236,7 +236,12 @@ class GradientHealth(keras.callbacks.Callback):
         self._outlets.look(report, self.verdict, ratio)
         return report
 
-    def _judge(self, report: GradientReport, weights: Mapping[str, Weight], loss: float) -> Verdict:
+    def _judge(
+        self,
+        report: GradientReport,
+        weights: Mapping[str, Weight],
+        losses: Mapping[str, float],
+    ) -> Verdict:
         optimizer = self._optimizer
         evidence = Evidence(
             report=report,
@@ -249,7 +254,7 @@ class GradientHealth(keras.callbacks.Callback):
             still=self._standstill.see(report, weights),
             silent=self._silence.see(report, weights),
             learning_rate=self._learning_rate,
-            loss=loss,
+            losses=losses,
             drops_windows=optimizer.on_overflow == "drop_window",
         )
         return judge(evidence)

@@ -42,8 +42,9 @@ def _forward_nan(evidence: Evidence) -> Verdict | None:
             f"the loss was not finite in {seen} of the last {evidence.steps} steps, "
             f"in step {dead[-1].step} for one"
         )
-    elif not math.isfinite(evidence.loss):
-        reason = f"the loss of the epoch is {evidence.loss}, though its gradients are finite"
+    elif lost := [name for name, x in evidence.losses.items() if not math.isfinite(x)]:
+        value = float(evidence.losses[lost[0]])
+        reason = f"`{lost[0]}` of the epoch is {value}, though all gradients are finite"
     else:
         return None
     return Verdict(

@@ -17,7 +17,8 @@ class LossTracker(keras.metrics.Metric):
 
     Keras's own metric goes on averaging inside. Until a step of the epoch has counted, the result
     is the last finite loss, or NaN: a first step that overflows while the loss scale is being found
-    must not look like a dead run.
+    must not look like a dead run. If no loss comes at all, as from a `train_step` that tells the
+    metric of none, the result is Keras's, 0.
 
     Args:
         mean: Keras's metric.
@@ -83,7 +84,8 @@ class LossTracker(keras.metrics.Metric):
     def result(self) -> Any:
         mean = self.mean.result()
         latest = ops.cast(ops.convert_to_tensor(self.latest), mean.dtype)
-        latest = ops.where(ops.isfinite(latest), latest, float("nan"))
+        lost = ops.where(ops.greater(self.nonfinite_losses.value, 0), float("nan"), mean)
+        latest = ops.where(ops.isfinite(latest), latest, lost)
         return ops.where(ops.equal(self.mean.count, 0), latest, mean)
 
     @property

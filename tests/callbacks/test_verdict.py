@@ -286,7 +286,22 @@ def test_a_loss_that_is_not_finite_though_its_gradients_are(loss):
     with pytest.warns(kmp.PrecisionWarning, match="FORWARD-NAN"):
         model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[watch])
     assert watch.report.skipped_steps == 0 and watch.verdict.state == "FORWARD-NAN"
-    assert f"the loss of the epoch is {loss}" in watch.verdict.reason
+    assert f"`loss` of the epoch is {loss}" in watch.verdict.reason
+
+
+def test_a_loss_that_is_not_finite_in_validation_alone():
+    """As where moving statistics are lost, which training does not read."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
+    model.add(keras.layers.Dense(1))
+    model.compile(kmp.scaled("sgd", learning_rate=0.01), "mse")
+    model.layers[0].moving_variance.assign(np.full(4, np.nan))
+    watch = GradientHealth()
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+    data = {"batch_size": 4, "verbose": 0, "validation_data": (x, x[:, :1])}
+    with pytest.warns(kmp.PrecisionWarning, match="FORWARD-NAN"):
+        model.fit(x, x[:, :1], callbacks=[watch], **data)
+    assert watch.report.skipped_steps == 0 and watch.verdict.state == "FORWARD-NAN"
+    assert "`val_loss` of the epoch is nan" in watch.verdict.reason
 
 
 @pytest.mark.parametrize("lost", [np.nan, np.inf])
