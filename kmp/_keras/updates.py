@@ -136,11 +136,14 @@ def decay_weights(optimizer: Any, variable: Any) -> None:
     """`_apply_weight_decay` of one variable.
 
     That of Keras's classes for TensorFlow and PyTorch reads `variable.value` and changes it in
-    place. The base class's, which they override, assigns.
+    place. The base class's, which they override, assigns. Muon's own asks for the path, which a
+    variable of TensorFlow's has not.
     """
     own = type(optimizer)._apply_weight_decay
     if own is keras.optimizers.Optimizer._apply_weight_decay:
         own = BaseOptimizer._apply_weight_decay
+    elif not hasattr(variable, "path"):
+        variable = optimizer._trainable_variables[row_of(optimizer, variable)]
     own(optimizer, [variable])
 
 

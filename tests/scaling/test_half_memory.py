@@ -143,6 +143,22 @@ def test_features_compute_in_float32(feature):
         assert_way_of_float32(make, rtol=NEARLY if in_place else 0)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_float32_weights_beside_half_ones_take_their_own_way(name):
+    """As float32 biases and norms in a model whose kernels are in bfloat16."""
+    kernel, *_ = variables_of("bfloat16")
+    beside, alone = (keras.Variable(np.ones((6, 4), "float32"), name="beside") for _ in range(2))
+    together = kmp.scaled(OPTIMIZERS[name](), "none")
+    together.build([kernel, beside])
+    by_itself = kmp.scaled(OPTIMIZERS[name](), "none")
+    by_itself.build([alone])
+    for step in range(STEPS):
+        gradient, other = (ops.convert_to_tensor(gradients_of(step + i)[0]) for i in (0, 50))
+        together.apply([gradient, other], [kernel, beside])
+        by_itself.apply([other], [alone])
+    np.testing.assert_allclose(*values([beside, alone]), rtol=NEARLY)
+
+
 def test_schedules_and_counters_stay_exact():
     """Beyond 256 steps bfloat16 cannot count."""
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.999)
