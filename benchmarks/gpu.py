@@ -40,7 +40,7 @@ def commands(part: str, smoke: bool) -> list[str]:
     if part == "numerics":
         names = ("jax", "torch", "tensorflow")
         backends = [name for name in names if importlib.util.find_spec(name)]
-        where = "tests/precision/test_rounding.py" if smoke else ""
+        where = "tests/half_memory/test_rounding.py" if smoke else ""
         tests = f'-m pytest -m "gpu and not wide" {where}'.strip()
         return [f"KERAS_BACKEND={name} {python} {tests}" for name in backends]
     if part == "step":

@@ -1,6 +1,5 @@
 """kmp: mixed precision for Keras 3 that never loses a run."""
 
-import importlib
 import sys
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -15,13 +14,66 @@ def _is_the_command() -> bool:
     return bool(sys.argv) and PurePath(sys.argv[0]).stem == "kmp"
 
 
-if TYPE_CHECKING or not _is_the_command():
-    from kmp._api import *  # noqa: F403
-    from kmp._api import __all__ as __all__
-else:  # `--help` answers without importing Keras
+# `kmp --help` answers without importing Keras. A command loads this file a second time.
+if TYPE_CHECKING or "__all__" in globals() or not _is_the_command():
+    from kmp import callbacks, debug, layers
+    from kmp._common import PrecisionWarning
+    from kmp.callbacks import protect
+    from kmp.health import GradientReport
+    from kmp.models import audit, freeze_observers, quantize_aware, to_int8, to_mixed_precision
+    from kmp.precision import (
+        Policy,
+        autocast,
+        cast_to_full,
+        cast_to_half,
+        formats,
+        get_policy,
+        half_dtype,
+        set_policy,
+    )
+    from kmp.scaling import (
+        AmaxLossScale,
+        DynamicLossScale,
+        LossScale,
+        LossScaleOptimizer,
+        NoOpLossScale,
+        ScaleState,
+        StaticLossScale,
+        all_finite,
+        max_abs,
+        scaled,
+        select_tree,
+    )
 
-    def __getattr__(name):
-        public = None if name.startswith("_") else importlib.import_module("kmp._api")
-        if name not in getattr(public, "__all__", ()):  # or being imported at this moment
-            raise AttributeError(f"module 'kmp' has no attribute {name!r}")
-        return getattr(public, name)
+__all__ = [
+    "AmaxLossScale",
+    "DynamicLossScale",
+    "GradientReport",
+    "LossScale",
+    "LossScaleOptimizer",
+    "NoOpLossScale",
+    "Policy",
+    "PrecisionWarning",
+    "ScaleState",
+    "StaticLossScale",
+    "all_finite",
+    "audit",
+    "autocast",
+    "callbacks",
+    "cast_to_full",
+    "cast_to_half",
+    "debug",
+    "formats",
+    "freeze_observers",
+    "get_policy",
+    "half_dtype",
+    "layers",
+    "max_abs",
+    "protect",
+    "quantize_aware",
+    "scaled",
+    "select_tree",
+    "set_policy",
+    "to_int8",
+    "to_mixed_precision",
+]

@@ -3,16 +3,16 @@
 import importlib
 import sys
 
-from kmp import __version__
+import kmp
 from kmp.cli import options
 
 
 def main() -> None:
     """Run the command that the command line names; exit with its status."""
-    parser = options.parser(__version__)
+    parser = options.parser(kmp.__version__)
     arguments = parser.parse_args()
     try:
-        importlib.import_module("kmp._api")  # and with it Keras, which help does without
+        importlib.reload(kmp)  # now all of it, and with it Keras, which help does without
         from kmp.cli.commands import COMMANDS
 
         sys.exit(COMMANDS[arguments.command](arguments))

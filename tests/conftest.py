@@ -106,9 +106,9 @@ GPU_FILES = {
     "test_contract.py",
     "test_dense.py",
     "test_faults.py",
-    "test_half_memory.py",
     "test_normalization.py",
     "test_rounding.py",
+    "test_updates.py",
 }
 
 

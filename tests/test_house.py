@@ -22,10 +22,10 @@ BACKENDS = ("tensorflow", "jax", "torch")
 FLOORS = [
     ["_backend", "_common", "_keras", "summaries"],
     ["precision", "health"],
-    ["scaling", "layers"],
+    ["half_memory", "layers"],
+    ["scaling"],
     ["models", "callbacks", "debug"],
-    ["_api", "cli"],
-    ["__init__"],
+    ["__init__", "cli"],
     ["__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -9,9 +9,9 @@ import keras
 
 from kmp._common import checked_choice
 from kmp.cli.options import UsageError
+from kmp.half_memory import HalfMemory
 from kmp.models.convert import to_mixed_precision
 from kmp.precision.policy import Policy, get_policy, set_policy
-from kmp.scaling.float32_updates import HalfMemory
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 _SETTINGS = tuple(f"{field.name}=" for field in dataclasses.fields(HalfMemory))

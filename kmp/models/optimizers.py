@@ -11,10 +11,10 @@ from kmp._common import warn
 from kmp._keras import replace_optimizer
 from kmp._keras.optimizer import inner_optimizer_of, steps_of, trainable_variables_of
 from kmp._keras.updates import excluded_from_weight_decay
+from kmp.half_memory import exact_weights, is_master, masters_of
 from kmp.precision.policy import Policy
 from kmp.precision.trees import HALF_DTYPES, half_dtype
 from kmp.scaling.arguments import scales
-from kmp.scaling.float32_updates import exact_weights, is_master, masters_of
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 

@@ -17,8 +17,7 @@ from kmp._keras.optimizer import (
     stateless_apply_of_base,
     steps_of,
 )
-from kmp.scaling import float32_updates
-from kmp.scaling.float32_updates import HalfMemory
+from kmp.half_memory import HalfMemory, build_inner
 
 ON_OVERFLOW = ("drop_micro_batch", "drop_window")
 
@@ -103,7 +102,7 @@ class WrapsInner(BaseLossScaleOptimizer):
     def build(self, var_list: Sequence[Variable]) -> None:
         # Keras's class builds the inner optimizer with tracking switched off, and so loses what
         # that tracks by assigning it: Nadam's product of momenta, which is then never carried on.
-        self.rounding_seed = float32_updates.build(
+        self.rounding_seed = build_inner(
             self.inner_optimizer, var_list, self.half_memory, self.add_counter
         )
         self.builds_base = True

@@ -13,10 +13,10 @@ from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice
 from kmp._keras import optimizer as keras_optimizer
+from kmp.half_memory import HalfMemory
 from kmp.health.report import GradientReport, read_report
 from kmp.precision.trees import all_finite
 from kmp.scaling import arguments, checkpoint
-from kmp.scaling.float32_updates import HalfMemory
 from kmp.scaling.inner import ON_OVERFLOW, DroppedWindow, WrapsInner
 from kmp.scaling.rules import ScaleState
 from kmp.scaling.step import Counters, ScaledStep, plan_for

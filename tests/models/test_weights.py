@@ -10,7 +10,7 @@ from oracle import BACKEND, few
 
 import kmp
 from kmp._keras import own_weights
-from kmp.scaling.float32_updates import is_master
+from kmp.half_memory import is_master
 
 BFLOAT16 = ml_dtypes.bfloat16
 RNG = np.random.default_rng(0)

@@ -38,7 +38,7 @@ OPTIMIZERS = {
 }
 # What is made in the first step is made while it is traced, before XLA has anything to compile: on
 # TensorFlow one of each policy goes through XLA. The settings of the others are run inside XLA by
-# tests/test_contract.py and test_half_memory.py.
+# tests/test_contract.py and tests/half_memory/test_updates.py.
 CASES = [
     (kind, jit)
     for kind in OPTIMIZERS

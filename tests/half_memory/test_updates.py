@@ -13,7 +13,7 @@ from older import is_before, muon, of_keras
 from oracle import BACKEND, MODES, Run, few, number
 
 import kmp
-from kmp.precision.rounding import random_bits, stochastic_round
+from kmp.half_memory.rounding import random_bits, stochastic_round
 
 BFLOAT16 = ml_dtypes.bfloat16
 SHAPES = {"kernel": (6, 4), "bias": (4,)}

@@ -10,7 +10,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Tensor, Variable
-from kmp.precision.rounding import random_bits, stochastic_round
+from kmp.half_memory.rounding import random_bits, stochastic_round
 
 ROUNDING = ("stochastic", "nearest")
 

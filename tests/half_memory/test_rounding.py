@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from kmp.precision.rounding import random_bits, stochastic_round
+from kmp.half_memory.rounding import random_bits, stochastic_round
 
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 NUMBER = 1 << 16

@@ -16,8 +16,8 @@ from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice, warn
 from kmp._keras import updates
 from kmp._keras.optimizer import accumulators_by_row, steps_of, trainable_variables_of
+from kmp.half_memory.views import ROUNDING, Float32View, MasterView, Rounding, one_update
 from kmp.precision.trees import HALF_DTYPES
-from kmp.scaling.views import ROUNDING, Float32View, MasterView, Rounding, one_update
 
 SLOT_DTYPES = ("bfloat16", "float32")
 # What adds up over many steps, and loses in half precision what it is for.
@@ -78,7 +78,7 @@ class _ViewMaker:
         return Float32View(variable, self._rounding, next(self._places))
 
 
-def build(
+def build_inner(
     inner: Any,
     variables: Sequence[Variable],
     memory: HalfMemory,
