@@ -12,7 +12,7 @@ from oracle import BACKEND, MODES, Run, compiled, few, number
 
 import kmp
 from kmp.health import measure as health
-from kmp.health.reduce import gather
+from kmp.health.measure import gather
 
 k = keras.optimizers
 COMPILED = {"tensorflow": "graph", "jax": "jit", "torch": "eager"}[BACKEND]

@@ -240,7 +240,7 @@ class Subject:
         state = keras.tree.pack_sequence_as(self.watched, numbers)
         health = state.pop("health")
         for name in ("max_abs", "nonfinite", "overflow_steps"):
-            state[name] = health[:, kmp.health.measure.COLUMNS.index(name)]
+            state[name] = health[:, kmp.health.telemetry.COLUMNS.index(name)]
         return state
 
 

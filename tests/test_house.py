@@ -125,7 +125,7 @@ def test_imports_point_downwards():
         ("precision", "from kmp import health, _backend", ["health"]),
         ("health", "import kmp", ["__init__"]),
         ("scaling", "from kmp import scaled", ["__init__"]),
-        ("scaling", "from kmp.health.measure import due", []),
+        ("scaling", "from kmp.health.telemetry import due", []),
         ("callbacks", "from kmp.callbacks.cadence import Cadence", []),
     ],
 )

@@ -1,8 +1,7 @@
 """What kmp uses of Keras's optimizers, typed, with the private names in one place.
 
 Keras ships no type information, so a subclass of its optimizer would answer every attribute with
-Any, a typo included. `BaseLossScaleOptimizer` is Keras's class at run time and a typed description
-of it for type checkers.
+Any, a typo included. Type checkers read a description of `BaseLossScaleOptimizer` instead.
 """
 
 from collections.abc import Sequence
@@ -66,7 +65,33 @@ if TYPE_CHECKING:
         def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any: ...
 
 else:
-    BaseLossScaleOptimizer = keras.optimizers.LossScaleOptimizer
+
+    class BaseLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+        """Keras's class, without the branch of its `stateless_apply`, and built whole."""
+
+        def build(self, var_list):
+            """Build the optimizer and the one inside it.
+
+            Before Keras 3.12 the former was not built: it knew none of the variables, and Keras's
+            `Optimizer.stateless_apply` refused to run. Private: `_trainable_variables`.
+            """
+            super().build(var_list)
+            if var_list and not self._trainable_variables:
+                super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
+
+        def stateless_apply(self, optimizer_variables, grads, trainable_variables):
+            """`apply` as a pure function, for JAX.
+
+            Args:
+                optimizer_variables: values of `optimizer.variables`.
+                grads: gradients of the scaled loss.
+                trainable_variables: values of the variables that the optimizer was built with.
+
+            Returns:
+                `(trainable_variables, optimizer_variables)` after the step.
+            """
+            above = super(keras.optimizers.LossScaleOptimizer, self)
+            return above.stateless_apply(optimizer_variables, grads, trainable_variables)
 
 
 # What Keras's LossScaleOptimizer has in its old files and does nothing with.
@@ -97,18 +122,6 @@ def refuse_settings(arguments: dict[str, Any]) -> None:
                 f"A LossScaleOptimizer has no `{name}` of its own. Received: {name}={value!r}. "
                 f"Set `{name}` on the `inner_optimizer`."
             )
-
-
-def build_base(optimizer: Any, var_list: Sequence[Variable]) -> None:
-    """Build Keras's LossScaleOptimizer around its inner optimizer, as Keras 3.12 does.
-
-    Before that it built the inner optimizer and itself not: it knew none of the variables, and
-    `stateless_apply` of the base class refused to run. Private: `_trainable_variables`.
-    """
-    BaseLossScaleOptimizer.build(optimizer, var_list)
-    if var_list and not optimizer._trainable_variables:
-        base: Any = super(keras.optimizers.LossScaleOptimizer, optimizer)
-        base.build(var_list)
 
 
 def inner_optimizer_of(optimizer: Any) -> Any:
@@ -192,20 +205,6 @@ def own_the_averages(optimizer: Any) -> None:
     """
     for average in averages_of(optimizer):
         average.assign(ops.copy(average.value))
-
-
-def stateless_apply_of_base(
-    optimizer: Any,
-    optimizer_variables: Sequence[Tensor],
-    grads: Sequence[Gradient],
-    trainable_variables: Sequence[Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Run `optimizer.apply` in a stateless scope, as Keras's base class does.
-
-    The class above it, Keras's LossScaleOptimizer, branches instead.
-    """
-    base: Any = super(keras.optimizers.LossScaleOptimizer, optimizer)
-    return base.stateless_apply(optimizer_variables, grads, trainable_variables)
 
 
 def on_every_device(x: Tensor) -> Tensor:

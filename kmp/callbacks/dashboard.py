@@ -13,8 +13,9 @@ from kmp.callbacks.charts import LAYOUT, describe
 from kmp.callbacks.heat_map import Look, heat_map
 from kmp.callbacks.verdict import Verdict
 from kmp.health import details as _sample
-from kmp.health.measure import L2_NORM, OVERFLOW_STEPS
+from kmp.health.measure import L2_NORM
 from kmp.health.report import GradientReport
+from kmp.health.telemetry import OVERFLOW_STEPS
 from kmp.summaries import SummaryWriter
 
 _COLUMNS = (

@@ -22,10 +22,9 @@ from kmp.callbacks.outlets import Outlets
 from kmp.callbacks.protection import Claim, protect_fit, release
 from kmp.callbacks.standstill import Silence, Standstill, Weight
 from kmp.callbacks.verdict import Limits, Verdict, checked_limits
-from kmp.health.measure import FIRST_STEPS
 from kmp.health.report import GradientReport, read_report
+from kmp.health.telemetry import FIRST_STEPS, kept_sampling
 from kmp.scaling.optimizer import LossScaleOptimizer
-from kmp.scaling.telemetry import kept_sampling
 
 _WINDOW = 200  # steps that a verdict looks back on
 

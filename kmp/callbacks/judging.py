@@ -8,8 +8,8 @@ import numpy as np
 from kmp.callbacks.evidence import Evidence
 from kmp.callbacks.standstill import Still, significant
 from kmp.callbacks.verdict import Verdict
-from kmp.health.measure import FIRST_STEPS, NUM_EVENTS
 from kmp.health.report import GradientReport
+from kmp.health.telemetry import FIRST_STEPS, NUM_EVENTS
 from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 

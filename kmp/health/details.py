@@ -15,7 +15,7 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor
 from kmp._keras.optimizer import on_every_device
-from kmp.health.reduce import SMALL, Part
+from kmp.health.measure import SMALL, Part
 
 SAMPLE_SIZE = SMALL  # the most values sampled from a variable; 0.1% of them is four
 LOWEST, HIGHEST = -28, 16  # exponents of the outermost bins, which also count those beyond
@@ -109,7 +109,7 @@ def sample(
     """Sample gradients and weights.
 
     Args:
-        parts: the gradients, from `kmp.health.reduce.gather`.
+        parts: the gradients, from `kmp.health.measure.gather`.
         weights: the value of each variable.
         cuts: how each variable is sampled.
         target: the platform that this is compiled for, from `_backend.per_target`.

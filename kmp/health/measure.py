@@ -1,56 +1,200 @@
-"""Measure gradients in the compiled step.
+"""Measure gradients in the compiled step: each is reduced to a few numbers.
 
-The measurements are float32 matrices in optimizer variables: `gradient_health` has a row for each
-trainable variable, `overflow_events` one for each of the last overflows. The step overwrites them;
-they stay on the device until `kmp.health.report` reads them.
+XLA runs one or two reductions per gradient, so compile time and number of kernels would grow with
+the number of variables. Hence gradients are stacked where that pays, and all levels come from one
+pass.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._backend.types import Tensor
-from kmp.health.reduce import Columns, Part, in_rows, reduce_parts, unstacked
+from kmp._backend.types import Gradient, Tensor
 
-# First the levels of the last measured step, then what every step counts. Levels are in true units
-# (after division by the loss scale) and over finite values only, so that one inf hides nothing.
-COLUMNS = ("l2_norm", "max_abs", "zero_share", "nonfinite", "overflow_steps")
-L2_NORM, MAX_ABS, ZERO_SHARE, NONFINITE, OVERFLOW_STEPS = range(len(COLUMNS))
+# Levels are in true units (after division by the loss scale) and over finite values only, so that
+# one inf hides nothing.
+LEVELS = ("l2_norm", "max_abs", "zero_share", "nonfinite")
+L2_NORM, MAX_ABS, ZERO_SHARE, NONFINITE = range(len(LEVELS))
 
-# One row per overflow, the latest first; zeros while there have been fewer.
-EVENT_COLUMNS = ("step", "loss_scale", "first_variable", "num_variables", "loss_finite")
-NUM_EVENTS = 16
+Columns = tuple[Tensor, ...]  # the second is reduced by its maximum, the others are summed
 
-# Levels are measured in each of the first steps, while the loss scale settles, in every
-# overflowing step and the one after it, and otherwise at an interval: that of a callback, or this.
-FIRST_STEPS = 100
-INTERVAL = 100
+SMALL = 4096  # gradients of at most this many values are stacked with others of their size
+_OPERANDS = 64  # the most that are stacked; XLA fuses no more than about 90 into one kernel
+
+
+class Part(NamedTuple):
+    """A stack of small gradients of one size, or a single gradient.
+
+    Attributes:
+        values: `[num_members, size]` if stacked; else the gradient itself.
+        members: the indices of the variables that the gradients belong to.
+        stacked: whether it is a stack.
+        kind: their entry in the `kinds` of `gather`.
+        is_dense: whether `values` is a tensor rather than `tf.IndexedSlices`.
+    """
+
+    values: Gradient
+    members: tuple[int, ...]
+    stacked: bool
+    kind: Hashable = None
+    is_dense: bool = True
+
+
+def _values_of(part: Part) -> Tensor:
+    """The values of a part; rows of a sparse gradient with the same index are summed."""
+    return part.values if part.is_dense else _backend.gradient_rows(part.values)
+
+
+def _unstacked(part: Part) -> list[Tensor]:
+    """The values of each gradient in a part."""
+    return ops.unstack(part.values) if part.stacked else [_values_of(part)]
+
+
+def gather(
+    gradients: Sequence[Gradient],
+    sizes: Sequence[int],
+    kinds: Sequence[Hashable] = (),
+    alone: Sequence[bool] = (),
+) -> list[Part]:
+    """Stack small gradients of the same size, dtype and kind; leave the others as they are.
+
+    Args:
+        gradients: one for each variable; None is left out.
+        sizes: each variable's number of elements.
+        kinds: a label for each variable; only gradients with equal labels are stacked.
+        alone: for each variable, whether it must not be stacked.
+
+    Returns:
+        The stacks, then the single gradients in the order of the variables.
+    """
+    small: dict[Any, list[int]] = {}
+    parts, large = [], []
+    kinds, alone = kinds or [None] * len(sizes), alone or [False] * len(sizes)
+    dense = _backend.are_dense(gradients)
+    for i, (x, size, kind) in enumerate(zip(gradients, sizes, kinds, strict=True)):
+        if x is None or size == 0:
+            continue
+        # A sparse gradient's number of rows is only known at run time.
+        if size <= SMALL and not alone[i] and dense[i]:
+            small.setdefault((size, str(x.dtype), kind), []).append(i)
+        else:
+            large.append(Part(x, (i,), False, kind, dense[i]))
+    for (size, _, kind), everyone in small.items():
+        for members in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
+            rows = _as_rows(size, [gradients[i] for i in members])
+            parts.append(Part(rows, tuple(members), True, kind))
+    return parts + large
+
+
+@functools.partial(_backend.compiled, static=(0,))
+def _as_rows(size: int, tensors: Sequence[Tensor]) -> Tensor:
+    # TensorFlow does not know the size of every gradient while it traces.
+    return ops.stack([ops.reshape(x, (size,)) for x in tensors])
+
+
+def _reduce_parts(
+    look: Callable[[Tensor], Columns],
+    join: Callable[[Columns], Tensor],
+    parts: Sequence[Part],
+    number: int,
+    together: bool,
+) -> Tensor:
+    """Reduce each gradient to one row.
+
+    Args:
+        look: maps a tensor to a tuple of tensors of the same shape; must map 0 to 0 (padding). The
+            second of them is reduced by its maximum, the others are summed.
+        join: maps the reduced tensors, `[n]` each, to rows, `[n, ...]`.
+        parts: from `gather`.
+        number: the number of variables.
+        together: whether to stack large gradients of one shape too.
+
+    Returns:
+        `[number, ...]`: the rows that `join` returns; zeros for variables without a gradient.
+    """
+    groups: dict[Any, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(_group(part, together), []).append(part)
+    found, order = [], []
+    for (kind, *_), everyone in groups.items():
+        for some in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
+            order += [i for part in some for i in part.members]
+            found.append(_reduced(kind, look, some))
+    if not found:
+        found.append(look(ops.zeros((1,))))
+    columns = [ops.concatenate(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True)]
+    return _in_rows(join(tuple(columns)), order, number)
+
+
+def _in_rows(found: Tensor, order: Sequence[int], number: int) -> Tensor:
+    """`[number, ...]`: the rows of `found` at the indices in `order`, zeros elsewhere."""
+    if list(order) == list(range(number)):
+        return found
+    if len(order) < number:
+        zero = ops.zeros((1, *found.shape[1:]), found.dtype)
+        found = ops.concatenate([found[: len(order)], zero])
+    places = [len(order)] * number  # that of the row of zeros, at first
+    for i, place in enumerate(order):
+        places[place] = i
+    return ops.take(found, ops.convert_to_tensor(places, "int32"), axis=0)
+
+
+def _group(part: Part, together: bool) -> tuple:
+    """The key of the parts that are reduced together with this one."""
+    if part.stacked and not together:
+        return ("rows", str(part.values.dtype), part.values.shape[1])
+    if part.stacked or not together or not part.is_dense:
+        return ("alone", part.members)
+    shape, dtype = tuple(part.values.shape), str(part.values.dtype)
+    # XLA lays out gradients of convolutions in its own way, which a stack would have to undo.
+    return ("channels", dtype, shape[-1]) if len(shape) > 3 else ("shaped", dtype, shape)
+
+
+def _reduced(kind: str, look: Callable[[Tensor], Columns], parts: Sequence[Part]) -> Columns:
+    """The columns of parts that are reduced together: one value for each gradient."""
+    values = [_values_of(part) for part in parts]
+    if kind == "channels":
+        vectors = [_backend.reduce_columns(look(x), tuple(range(len(x.shape) - 1))) for x in values]
+        return _backend.reduce_columns(
+            tuple(ops.stack(x) for x in zip(*vectors, strict=True)), (1,)
+        )
+    if not parts[0].stacked:
+        stacked = ops.stack(values)
+    else:
+        stacked = ops.concatenate(values) if len(values) > 1 else values[0]
+    return _reduced_rows(look, stacked)
+
+
+@functools.partial(_backend.compiled, static=(0,))
+def _reduced_rows(look: Callable[[Tensor], Columns], stacked: Tensor) -> Columns:
+    """The columns of each row, which JAX traces and lowers once for all gradients of one shape."""
+    return _backend.reduce_columns(look(stacked), tuple(range(1, len(stacked.shape))))
 
 
 def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = False) -> Tensor:
     """Measure gradients in the graph.
 
     Args:
-        parts: the gradients, already divided by the loss scale, from `kmp.health.reduce.gather`.
+        parts: the gradients, already divided by the loss scale, from `kmp.health.measure.gather`.
             A variable without a gradient gets a row of zeros.
         sizes: each variable's number of elements, of which a sparse gradient holds only a part.
-        together: whether to stack large gradients of one shape, see `reduce_parts`.
+        together: whether to stack large gradients of one shape, see `_reduce_parts`.
 
     Returns:
         float32[num_variables, 4]: the columns `l2_norm`, `max_abs`, `zero_share`, `nonfinite`.
 
     Example:
 
-    >>> from kmp.health.reduce import gather, values_of
     >>> parts = gather([ops.array([3.0, 0.0, -4.0, 0.0])], [4])
     >>> [float(x) for x in measure(parts, [4])[0]]
     [5.0, 4.0, 0.5, 0.0]
     """
 
-    table = reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
+    table = _reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
     present = {i for part in parts for i in part.members}
     whole = [float(n if i in present else 0) for i, n in enumerate(sizes)]
     return _levels(table, ops.convert_to_tensor(whole, "float32"))
@@ -88,13 +232,13 @@ def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False
         return ops.zeros((number,), "float32")
     if not _backend.inside_xla():
         order = [i for part in parts for i in part.members]
-        values = [x for part in parts for x in unstacked(part)]
-        return in_rows(ops.cast(~_backend.are_finite(values), "float32"), order, number)
+        values = [x for part in parts for x in _unstacked(part)]
+        return _in_rows(ops.cast(~_backend.are_finite(values), "float32"), order, number)
 
     def join(columns: Columns) -> Tensor:
         return ops.maximum(*columns)
 
-    return ops.cast(reduce_parts(_look_for_nonfinite, join, parts, number, together), "float32")
+    return ops.cast(_reduce_parts(_look_for_nonfinite, join, parts, number, together), "float32")
 
 
 def _look_for_nonfinite(values: Tensor) -> Columns:
@@ -118,86 +262,3 @@ def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
     """
     bad = ops.cast(nonfinite > 0, "int32")
     return _backend.reduce_columns((bad, bad * ops.arange(bad.shape[0], dtype="int32")), (0,))
-
-
-@_backend.compiled
-def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
-    """Update the matrix of measurements with a step's levels and counts.
-
-    Args:
-        levels: float32[num_variables, 4], from `measure`, of this step or an earlier one; of this
-            step if any gradient is not finite.
-        nonfinite: float32[num_variables], above 0 if the gradient was not finite in this step.
-        previous: float32[num_variables, 5], the matrix before the step.
-
-    Returns:
-        float32[num_variables, 5], the matrix after the step. Counts are exact up to 2**24 steps.
-    """
-    overflowed = ops.cast(nonfinite > 0, "float32")
-    # At least 1, because a float8 scale has no levels.
-    nonfinite = overflowed * ops.maximum(levels[:, NONFINITE], 1.0)
-    counts = [nonfinite, previous[:, OVERFLOW_STEPS] + overflowed]
-    return ops.concatenate([levels[:, :NONFINITE], ops.stack(counts, axis=1)], axis=1)
-
-
-@_backend.compiled
-def add_event(
-    events: Tensor, step: Tensor, scale: Tensor, blamed: Sequence[Tensor], loss_finite: Tensor
-) -> Tensor:
-    """If this step overflowed, add it in front of the past overflows and drop the oldest.
-
-    Args:
-        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
-        step: int32[], the number of this step, counted from 1.
-        scale: float32[], the scale that its loss was multiplied by.
-        blamed: what `blame` returned for this step.
-        loss_finite: bool[], False if the loss is known not to be finite.
-
-    Returns:
-        float32[16, 5]. Step numbers are exact up to 2**24.
-    """
-    number, index = blamed
-    row = [step, scale, index, number, loss_finite]
-    new = ops.stack([ops.cast(x, "float32") for x in row])[None]
-    return ops.where(number > 0, ops.concatenate([new, events[:-1]]), events)
-
-
-def mark_loss(events: Tensor, nonfinite: Tensor) -> Tensor:
-    """Record that the loss of the latest overflow was not finite, if `nonfinite`.
-
-    Args:
-        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
-        nonfinite: bool[]; if False, the events are returned unchanged.
-
-    Returns:
-        float32[16, 5].
-    """
-    mark = np.ones((NUM_EVENTS, len(EVENT_COLUMNS)), "float32")
-    mark[0, EVENT_COLUMNS.index("loss_finite")] = 0
-    return ops.where(nonfinite, events * ops.convert_to_tensor(mark), events)
-
-
-@_backend.compiled
-def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]:
-    """Tell whether to measure this step, leaving aside whether its gradients overflow.
-
-    Args:
-        step: int32[], counted from 1.
-        sampling: int32[4]: the interval in steps (0: every 100), one further step to measure, and
-            the last steps with levels and with details, from `sampled`.
-        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
-
-    Returns:
-        bool[], whether to measure the levels; bool[], whether to measure the details.
-    """
-    interval = ops.where(ops.equal(sampling[0], 0), INTERVAL, sampling[0])
-    sampled = (step % interval == 0) | (step == sampling[1])
-    after_overflow = ops.cast(events[0, EVENT_COLUMNS.index("step")], "int32") == step - 1
-    return sampled | (step <= FIRST_STEPS) | after_overflow, sampled
-
-
-@_backend.compiled
-def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:
-    """int32[4]: `sampling` with this step as the last with levels, or with details, if it is."""
-    last = [ops.where(levels, step, sampling[2]), ops.where(details, step, sampling[3])]
-    return ops.concatenate([sampling[:2], ops.stack(last)])

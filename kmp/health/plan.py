@@ -16,7 +16,7 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor
 from kmp.health import details, measure
-from kmp.health.reduce import Part, gather
+from kmp.health.measure import LEVELS, Part, gather
 
 # Divides the gradients by the loss scale, which the second argument holds.
 Divide = Callable[[Sequence[Part], Sequence[Tensor]], list[Part]]
@@ -166,7 +166,7 @@ def look(
         divide: divides parts by the loss scale.
         scale: the loss scale, as `divide` takes it.
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-        due: bool[] and bool[], from `measure.due`, whether to measure levels and details; None if
+        due: bool[] and bool[], from `telemetry.due`, whether to measure levels and details; None if
             nothing is measured.
         previous: float32[num_variables, 4], the levels of the last measured step.
     """
@@ -198,7 +198,7 @@ def _check(
         others = [part for part in true if not plan.is_checked_with_levels(part, way)]
         if not always:
             nonfinite = measure.find_nonfinite(others, number, together=way.together)
-            return nonfinite, ops.zeros((number, measure.OVERFLOW_STEPS), "float32")
+            return nonfinite, ops.zeros((number, len(LEVELS)), "float32")
         levels = _levels(plan, always, target)
         nonfinite = levels[:, measure.NONFINITE]
         if others:
@@ -206,7 +206,7 @@ def _check(
             nonfinite = nonfinite + found
         return nonfinite, levels
 
-    shapes = [(number,), (number, measure.OVERFLOW_STEPS)]
+    shapes = [(number,), (number, len(LEVELS))]
     values = [part.values for part in parts]
     nonfinite, levels = _backend.per_target(check, shapes, *scale, *values)
     return nonfinite, levels
@@ -239,7 +239,7 @@ def _complete(
             return [_backend.compute_if(due, all_levels, previous)]
         return [ops.where(due, all_levels(), previous)]
 
-    shapes = [(len(plan.sizes), measure.OVERFLOW_STEPS)]
+    shapes = [(len(plan.sizes), len(LEVELS))]
     values = [part.values for part in parts]
     return _backend.per_target(complete, shapes, due, levels, previous, *scale, *values)[0]
 

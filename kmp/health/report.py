@@ -13,7 +13,8 @@ from kmp import _backend
 from kmp._backend.types import Tensor
 from kmp._common import table
 from kmp.health import details as _sample
-from kmp.health.measure import COLUMNS, L2_NORM, MAX_ABS, OVERFLOW_STEPS
+from kmp.health.measure import L2_NORM, MAX_ABS
+from kmp.health.telemetry import COLUMNS, OVERFLOW_STEPS
 
 _FLOAT16_MAX = 65504.0
 

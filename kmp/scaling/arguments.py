@@ -9,9 +9,9 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import is_number, warn
+from kmp.health.telemetry import Telemetry
 from kmp.scaling import rules
 from kmp.scaling.rules import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
-from kmp.scaling.telemetry import Telemetry
 
 
 def choose_rule(loss_scale: Any, initial_scale: Any, growth_interval: Any) -> LossScale:
@@ -61,9 +61,12 @@ def checked_inner(optimizer: Any) -> Any:
     return optimizer
 
 
+_OF_ONE = (NoOpLossScale(), StaticLossScale(1.0))
+
+
 def scales(rule: Any) -> bool:
     """Whether a strategy multiplies the loss by anything but 1."""
-    return rule not in (NoOpLossScale(), StaticLossScale(1.0))
+    return rule not in _OF_ONE
 
 
 def warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> None:

@@ -6,15 +6,13 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 from keras import ops
 
-from kmp._backend.types import Gradient, Tensor, Variable
+from kmp._backend.types import Tensor, Variable
 from kmp._keras.optimizer import (
     BaseLossScaleOptimizer,
     accumulators_of,
-    build_base,
     own_the_averages,
     own_variables_of,
     refuse_settings,
-    stateless_apply_of_base,
     steps_of,
 )
 from kmp.half_memory import HalfMemory, build_inner
@@ -107,7 +105,7 @@ class WrapsInner(BaseLossScaleOptimizer):
         )
         self.builds_base = True
         try:
-            build_base(self, var_list)
+            super().build(var_list)
         finally:
             self.builds_base = False
 
@@ -118,24 +116,6 @@ class WrapsInner(BaseLossScaleOptimizer):
         return self.add_variable(
             shape=shape, dtype=dtype, initializer=_zeros, aggregation="none", name=name
         )
-
-    def stateless_apply(
-        self,
-        optimizer_variables: Sequence[Tensor],
-        grads: Sequence[Gradient],
-        trainable_variables: Sequence[Tensor],
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """`apply` as a pure function, for JAX.
-
-        Args:
-            optimizer_variables: values of `optimizer.variables`.
-            grads: gradients of the scaled loss.
-            trainable_variables: values of the variables that the optimizer was built with.
-
-        Returns:
-            `(trainable_variables, optimizer_variables)` after the step.
-        """
-        return stateless_apply_of_base(self, optimizer_variables, grads, trainable_variables)
 
     def finalize_variable_values(self, var_list: list[Variable]) -> None:
         """At the end of `fit`: write the moving averages of the weights, if any, into them."""

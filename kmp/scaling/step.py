@@ -15,12 +15,12 @@ from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._keras.optimizer import lying_as, on_every_device, shards_of
 from kmp.half_memory import gradient_dtypes
+from kmp.health.measure import Part
 from kmp.health.plan import Kind, Look, MeasurePlan, look, take_sample
-from kmp.health.reduce import Part
+from kmp.health.telemetry import Telemetry
 from kmp.precision.trees import map_gradients
 from kmp.scaling.inner import DroppedWindow
 from kmp.scaling.rules import LossScale, ScaleState
-from kmp.scaling.telemetry import Telemetry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from keras import ops
 
 import kmp
-from kmp.health.measure import COLUMNS
+from kmp.health.telemetry import COLUMNS
 
 pytestmark = pytest.mark.only("jax")
 

@@ -11,7 +11,7 @@ from oracle import MODES, compiled
 
 import kmp
 from kmp.health import details as _sample
-from kmp.health.reduce import gather
+from kmp.health.measure import gather
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from oracle import MODES, Run, compiled, few
 
 import kmp
 from kmp.health import measure as health
-from kmp.health.reduce import gather
+from kmp.health import telemetry
+from kmp.health.measure import gather
 
 INF, NAN = np.inf, np.nan
 
@@ -165,8 +166,8 @@ def test_an_empty_sparse_gradient_is_all_zeros():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_counters_accumulate_and_levels_do_not(mode):
-    accumulate = compiled(health.accumulate, mode)
-    matrix = ops.zeros((3, len(health.COLUMNS)), "float32")
+    accumulate = compiled(telemetry.accumulate, mode)
+    matrix = ops.zeros((3, len(telemetry.COLUMNS)), "float32")
     for overflow in ([1, 0, 0], [1, 0, 1], [0, 0, 1], [0, 1, 1]):
         levels = [[1.0, 2.0, 0.5, 9.0], [3.0, 4.0, 0.25, 3.0], [0.0, 0.0, 0.0, 0.0]]
         matrix = accumulate(ops.array(levels), ops.array(overflow, "float32"), matrix)
@@ -193,7 +194,7 @@ def test_columns():
         "nonfinite": [2, 0],
         "overflow_steps": [7, 0],
     }
-    assert tuple(expected) == health.COLUMNS
+    assert tuple(expected) == telemetry.COLUMNS
     assert {name: list(table.column(name).values()) for name in expected} == expected
     assert list(table.column("l2_norm")) == ["a", "b"]
 

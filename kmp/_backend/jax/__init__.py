@@ -45,9 +45,6 @@ from kmp._backend.jax.core import (
     to_host,
     writes_logs,
 )
-from kmp._backend.jax.masked import (
-    run_step,
-)
 from kmp._backend.jax.replay import (
     compiled_bytes,
     compiled_step_bytes,
@@ -57,6 +54,7 @@ from kmp._backend.jax.replay import (
     watch_gradient,
     without_functions,
 )
-from kmp._backend.jax.target import (
+from kmp._backend.jax.step import (
     per_target,
+    run_step,
 )

@@ -13,7 +13,7 @@ from oracle import COMPILED_MODES, MODES, Run, compiled, few
 import kmp
 from kmp import _backend
 from kmp.health import measure as health
-from kmp.health.reduce import gather
+from kmp.health.measure import gather
 
 SHAPES = [
     *[(3,), (70, 70), (3,), (2, 2), (70, 70), (4,)],  # two of a size, two of a shape, one alone

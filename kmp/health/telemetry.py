@@ -1,0 +1,206 @@
+"""What an optimizer keeps of its measurements between steps, in float32 matrices on the device.
+
+`gradient_health` has a row for each trainable variable, `overflow_events` one for each of the last
+overflows. The step overwrites them; they stay on the device until `kmp.health.report` reads them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from kmp import _backend
+from kmp._backend.types import Tensor, Variable
+from kmp._common import whole_number
+from kmp.health import details
+from kmp.health.measure import LEVELS, NONFINITE
+from kmp.health.plan import Look, MeasurePlan
+
+COLUMNS = (*LEVELS, "overflow_steps")  # of the last measured step; how many steps overflowed
+OVERFLOW_STEPS = len(LEVELS)
+
+# One row per overflow, the latest first; zeros while there have been fewer.
+EVENT_COLUMNS = ("step", "loss_scale", "first_variable", "num_variables", "loss_finite")
+NUM_EVENTS = 16
+
+# Levels are measured in each of the first steps, while the loss scale settles, in every
+# overflowing step and the one after it, and otherwise at an interval: that of a callback, or this.
+FIRST_STEPS = 100
+INTERVAL = 100
+
+AddVariable = Callable[..., Variable]  # name, shape, dtype
+
+
+class Telemetry:
+    """The variables that hold the measurements: when a step writes them, and what.
+
+    Args:
+        add: creates a variable of the optimizer.
+        rows: how many variables the optimizer updates.
+
+    Attributes:
+        health: float32[rows, 5], columns as in `COLUMNS`.
+        details: float32[rows, 50], columns as in `details.COLUMNS`, then the exponents' counts.
+        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
+        sampling: int32[4], see `due`.
+    """
+
+    def __init__(self, add: AddVariable, rows: int):
+        self.health = add("gradient_health", (rows, len(COLUMNS)))
+        self.details = add("gradient_details", (rows, len(details.COLUMNS) + details.BINS))
+        self.events = add("overflow_events", (NUM_EVENTS, len(EVENT_COLUMNS)))
+        self.sampling = add("sampling", (4,), "int32")
+
+    @property
+    def levels(self) -> Tensor:
+        """float32[rows, 4]: the levels of the last measured step."""
+        return ops.convert_to_tensor(self.health)[:, :OVERFLOW_STEPS]
+
+    def due(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """bool[] and bool[]: whether the step of this number measures levels, and details."""
+        sampling, events = map(ops.convert_to_tensor, (self.sampling, self.events))
+        return due(step, sampling, events)
+
+    def sample(self, update_freq: Any, and_at: int) -> None:
+        """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""
+        interval = whole_number("update_freq", update_freq, "sample_gradients")
+        noted = ops.convert_to_numpy(self.sampling)[2:]
+        self.sampling.assign(np.array([interval, and_at, *noted], "int32"))
+
+    def record(
+        self,
+        plan: MeasurePlan,
+        seen: Look,
+        step: Tensor,
+        scale: Tensor,
+        weights: Callable[[], Sequence[Tensor]],
+    ) -> None:
+        """Write down what a step has seen.
+
+        Args:
+            plan: the optimizer's plan.
+            seen: from `kmp.health.plan.look`.
+            step: int32[], the number of the step.
+            scale: float32[], the scale that its loss was multiplied with.
+            weights: returns the values of the variables after the update.
+        """
+        if not _backend.may_be(seen.due_levels):
+            return  # all would stay as it is
+        events = ops.convert_to_tensor(self.events)
+        self.events.assign(add_event(events, step, scale, seen.blamed, seen.loss_finite))
+        previous = ops.convert_to_tensor(self.health)
+        self.health.assign(accumulate(seen.levels, seen.nonfinite, previous))
+        due_levels, due_details = seen.due_levels, seen.due_details
+        if seen.sample is None:
+            due_details = ops.zeros_like(due_details)
+        else:
+            self._record_details(plan, seen, due_details, weights())
+        sampling = ops.convert_to_tensor(self.sampling)
+        self.sampling.assign(sampled(sampling, step, due_levels, due_details))
+
+    def mark_loss(self, nonfinite: Tensor) -> None:
+        """Note for the last overflow that its loss was not finite, if `nonfinite`, a bool[]."""
+        mark = np.ones((NUM_EVENTS, len(EVENT_COLUMNS)), "float32")
+        mark[0, EVENT_COLUMNS.index("loss_finite")] = 0
+        events = ops.convert_to_tensor(self.events)
+        self.events.assign(ops.where(nonfinite, events * ops.convert_to_tensor(mark), events))
+
+    def _record_details(
+        self, plan: MeasurePlan, seen: Look, due: Tensor, weights: Sequence[Tensor]
+    ) -> None:
+        def measured(target: str, due: Any, before: Any, previous: Any, *weights: Any) -> list:
+            def table() -> Tensor:
+                after = details.sample_weights(weights, plan.cuts, seen.order, target)
+                found = details.measure_sample(before, after, plan.cuts, seen.order)
+                return plan.of_gradients(found)
+
+            return [_backend.compute_if(due, table, previous)]
+
+        previous = ops.convert_to_tensor(self.details)
+        tensors = (due, seen.sample, previous, *weights)
+        shapes = [tuple(self.details.shape)]
+        self.details.assign(_backend.per_target(measured, shapes, *tensors)[0])
+
+
+def kept_sampling(optimizer: Any) -> Callable[[], None]:
+    """Keep how often an optimizer's steps are measured; call the result to put it back.
+
+    One that is not built yet has nothing else to put back than what it is built with: zeros.
+    """
+    kept = ops.convert_to_numpy(optimizer.telemetry.sampling)[:2] if optimizer.built else [0, 0]
+
+    def restore() -> None:
+        if optimizer.built:
+            noted = ops.convert_to_numpy(optimizer.telemetry.sampling)[2:]
+            optimizer.telemetry.sampling.assign(np.array([*kept, *noted], "int32"))
+
+    return restore
+
+
+@_backend.compiled
+def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
+    """Update the matrix of measurements with a step's levels and counts.
+
+    Args:
+        levels: float32[num_variables, 4], of this step or an earlier one; of this
+            step if any gradient is not finite.
+        nonfinite: float32[num_variables], above 0 if the gradient was not finite in this step.
+        previous: float32[num_variables, 5], the matrix before the step.
+
+    Returns:
+        float32[num_variables, 5], the matrix after the step. Counts are exact up to 2**24 steps.
+    """
+    overflowed = ops.cast(nonfinite > 0, "float32")
+    # At least 1, because a float8 scale has no levels.
+    nonfinite = overflowed * ops.maximum(levels[:, NONFINITE], 1.0)
+    counts = [nonfinite, previous[:, OVERFLOW_STEPS] + overflowed]
+    return ops.concatenate([levels[:, :NONFINITE], ops.stack(counts, axis=1)], axis=1)
+
+
+@_backend.compiled
+def add_event(
+    events: Tensor, step: Tensor, scale: Tensor, blamed: Sequence[Tensor], loss_finite: Tensor
+) -> Tensor:
+    """If this step overflowed, add it in front of the past overflows and drop the oldest.
+
+    Args:
+        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
+        step: int32[], the number of this step, counted from 1.
+        scale: float32[], the scale that its loss was multiplied by.
+        blamed: what `measure.blame` returned for this step.
+        loss_finite: bool[], False if the loss is known not to be finite.
+
+    Returns:
+        float32[16, 5]. Step numbers are exact up to 2**24.
+    """
+    number, index = blamed
+    row = [step, scale, index, number, loss_finite]
+    new = ops.stack([ops.cast(x, "float32") for x in row])[None]
+    return ops.where(number > 0, ops.concatenate([new, events[:-1]]), events)
+
+
+@_backend.compiled
+def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]:
+    """Tell whether to measure this step, leaving aside whether its gradients overflow.
+
+    Args:
+        step: int32[], counted from 1.
+        sampling: int32[4]: the interval in steps (0: every 100), one further step to measure, and
+            the last steps with levels and with details, from `sampled`.
+        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
+
+    Returns:
+        bool[], whether to measure the levels; bool[], whether to measure the details.
+    """
+    interval = ops.where(ops.equal(sampling[0], 0), INTERVAL, sampling[0])
+    sampled = (step % interval == 0) | (step == sampling[1])
+    after_overflow = ops.cast(events[0, EVENT_COLUMNS.index("step")], "int32") == step - 1
+    return sampled | (step <= FIRST_STEPS) | after_overflow, sampled
+
+
+@_backend.compiled
+def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:
+    """int32[4]: `sampling` with this step as the last with levels, or with details, if it is."""
+    last = [ops.where(levels, step, sampling[2]), ops.where(details, step, sampling[3])]
+    return ops.concatenate([sampling[:2], ops.stack(last)])
