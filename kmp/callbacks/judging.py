@@ -167,14 +167,28 @@ def _silent(evidence: Evidence) -> Verdict | None:
     silent = evidence.silent
     if silent is None or underflow(evidence):  # a higher scale may bring them back
         return None
+    paths, number = silent.paths, len(silent.paths)
+    seen = f"exactly zero in {silent.looks} looks over {silent.steps} steps"
+    if number == silent.of:
+        return Verdict(
+            "STALLED",
+            paths[0],
+            f"the gradients of all {number} weights, biases aside, were {seen}",
+            "The outputs do not depend on the inputs, or the loss not on the outputs: look for "
+            "relu units that are all dead, weights that all begin at zero, a softmax over a single "
+            "unit, or a loss or sample weights of zero.",
+        )
+    more = f" and {number - 3} more" if number > 3 else ""
+    half = any(evidence.weights[path].compute_dtype == "float16" for path in paths)
     return Verdict(
         "STALLED",
-        silent.paths[0],
-        f"the gradients of all {silent.of} weights, biases aside, were exactly zero in "
-        f"{silent.looks} looks over {silent.steps} steps",
-        "The outputs do not depend on the inputs, or the loss not on the outputs: look for relu "
-        "units that are all dead, weights that all begin at zero, a softmax over a single unit, "
-        "or a loss or sample weights of zero.",
+        paths[-1],
+        f"the gradients of {number} of {silent.of} weights, biases aside, were {seen} "
+        f"({', '.join(paths[:3])}{more})",
+        "They do not learn: look for relu units that are all dead, an output whose loss or sample "
+        "weights are zero, or ops.stop_gradient. Where it is meant, set layer.trainable = False."
+        + " In float16 the loss scale may be too low as well."
+        * half,
     )
 
 
