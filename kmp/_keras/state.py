@@ -27,6 +27,14 @@ def kept_losses(layers: list[keras.Layer]) -> Callable[[], None]:
     return restore
 
 
+def added_losses(layer: Any) -> list[Tensor]:
+    """What a layer itself has added by `add_loss`, its activity regularizer among it.
+
+    Private: `_losses`; `layer.losses` has those of the layers in it too.
+    """
+    return list(layer._losses)
+
+
 def kept_called(layers: list[keras.Layer]) -> Callable[[], None]:
     """Keep whether each layer was ever called; call the result to put that back.
 

@@ -11,7 +11,12 @@ from kmp.callbacks.cadence import Cadence
 from kmp.callbacks.order import come_first
 from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
 from kmp.callbacks.protection import Claim, protect_fit, release
-from kmp.callbacks.snapshot import Snapshot, restore_snapshot, take_snapshot
+from kmp.callbacks.snapshot import (
+    Snapshot,
+    constants_that_are_not_finite,
+    restore_snapshot,
+    take_snapshot,
+)
 from kmp.callbacks.spike_detector import SpikeDetector, SpikeState
 
 _ACTIONS = ("warn", "stop", "rollback")
@@ -144,6 +149,8 @@ class DivergenceGuard(keras.callbacks.Callback):
         come_first(self)
         protect_fit(self._trained, Claim(self))
         self._begin(read_progress(self._trained))
+        if self.action == "rollback":
+            self._meant = constants_that_are_not_finite(self._trained)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._cadence.is_due(batch):
@@ -183,7 +190,7 @@ class DivergenceGuard(keras.callbacks.Callback):
         self._candidate = None
         last = self._proven[0].step if self._proven else -math.inf
         if calm and step - last >= self.snapshot_freq:
-            snapshot = take_snapshot(self._trained, step)
+            snapshot = take_snapshot(self._trained, step, self._meant)
             self._candidate = None if snapshot is None else (snapshot, self._state)
 
     def _act(self, step: int, reading: float) -> None:

@@ -23,7 +23,8 @@ class Evidence:
         weights: the trainable variables by their paths.
         update_ratios: the medians of log10(update / weight) of the last looks.
         still: the weights that stand still, if they have for long enough.
-        silent: all weights, if their gradients have been exactly zero for long enough.
+        silent: the weights whose gradients have been exactly zero for long enough, if they are
+            half of all.
         learning_rate: returns that of the variables with some paths; asked if they stand still.
         losses: of the epoch, at its end: in training and, if there is one, in validation.
         drops_windows: whether one overflow discards a whole window of gradient accumulation.

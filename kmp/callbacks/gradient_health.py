@@ -149,7 +149,7 @@ class GradientHealth(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         others = come_first(self)
-        optimizer = self._given or self._trained.optimizer
+        optimizer = self._watches(self._trained)
         self._switch_on(optimizer)
         report = self._read(optimizer)
         step = report.step if report else 0
@@ -163,9 +163,16 @@ class GradientHealth(keras.callbacks.Callback):
             self._past.append(report)  # what happened before is not this run's
         self._epoch_start = report
         self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
+        # The steps measure for all who watch this optimizer: as often as the most frequent asks.
+        watching = [x for x in others if isinstance(x, GradientHealth)]
+        often = [x._every for x in watching if x._watches(self._trained) is optimizer]
+        self._often = min([self._every, *often])  # Keras does not see one inside another callback
         self._outlets = Outlets(
             self._trained, optimizer, self.log_dir, self.on_report, report, others
         )
+
+    def _watches(self, model: Any) -> Any:
+        return self._given or model.optimizer
 
     def _switch_on(self, optimizer: Any) -> None:
         """Protect this `fit`, and let its steps measure details as often as this looks."""
@@ -187,7 +194,7 @@ class GradientHealth(keras.callbacks.Callback):
             # Where nobody knows how many: as many as in the epoch before, in the first the first.
             steps = (self.params or {}).get("steps") or self._epoch_steps
             last = self._cadence.epoch_start + steps
-            self._optimizer.sample_gradients(self._every, and_at=last)
+            self._optimizer.sample_gradients(self._often, and_at=last)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._cadence.is_due(batch):

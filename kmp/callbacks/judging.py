@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from kmp.callbacks.evidence import Evidence
-from kmp.callbacks.standstill import Still, significant
+from kmp.callbacks.standstill import Still
+from kmp.callbacks.underflow import underflow
 from kmp.callbacks.verdict import Verdict
-from kmp.health.report import GradientReport
 from kmp.health.telemetry import FIRST_STEPS, NUM_EVENTS
-from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
@@ -28,7 +27,7 @@ def judge(evidence: Evidence) -> Verdict:
         _silent,
         _calibrating,
         _unstable,
-        _underflow,
+        underflow,
         _healthy,
     )
     return next(verdict for rule in rules if (verdict := rule(evidence)) is not None)
@@ -166,16 +165,30 @@ def _lost(evidence: Evidence) -> Verdict | None:
 
 def _silent(evidence: Evidence) -> Verdict | None:
     silent = evidence.silent
-    if silent is None or _underflow(evidence):  # a higher scale may bring them back
+    if silent is None or underflow(evidence):  # a higher scale may bring them back
         return None
+    paths, number = silent.paths, len(silent.paths)
+    seen = f"exactly zero in {silent.looks} looks over {silent.steps} steps"
+    if number == silent.of:
+        return Verdict(
+            "STALLED",
+            paths[0],
+            f"the gradients of all {number} weights, biases aside, were {seen}",
+            "The outputs do not depend on the inputs, or the loss not on the outputs: look for "
+            "relu units that are all dead, weights that all begin at zero, a softmax over a single "
+            "unit, or a loss or sample weights of zero.",
+        )
+    more = f" and {number - 3} more" if number > 3 else ""
+    half = any(evidence.weights[path].compute_dtype == "float16" for path in paths)
     return Verdict(
         "STALLED",
-        silent.paths[0],
-        f"the gradients of all {silent.of} weights, biases aside, were exactly zero in "
-        f"{silent.looks} looks over {silent.steps} steps",
-        "The outputs do not depend on the inputs, or the loss not on the outputs: look for relu "
-        "units that are all dead, weights that all begin at zero, a softmax over a single unit, "
-        "or a loss or sample weights of zero.",
+        paths[-1],
+        f"the gradients of {number} of {silent.of} weights, biases aside, were {seen} "
+        f"({', '.join(paths[:3])}{more})",
+        "They do not learn: look for relu units that are all dead, an output whose loss or sample "
+        "weights are zero, or ops.stop_gradient. Where it is meant, set layer.trainable = False."
+        + " In float16 the loss scale may be too low as well."
+        * half,
     )
 
 
@@ -202,8 +215,8 @@ def _overflows_often(evidence: Evidence) -> Verdict | None:
     if settled or not isinstance(rule, DynamicLossScale):
         steps = report.step - (settled.step if settled else 0)
         skips = report.skipped_steps - (settled.skipped_steps if settled else 0)
-    expected = 1 / getattr(rule, "growth_interval", math.inf)
-    rate = max(evidence.limits.max_overflow_rate, 5 * expected)
+    expected = _own_rate(rule)
+    rate = max(evidence.limits.max_overflow_rate, min(5 * expected, (1 + expected) / 2))
     if skips < 5 or skips <= rate * steps:
         return None
     return Verdict(
@@ -213,6 +226,15 @@ def _overflows_often(evidence: Evidence) -> Verdict | None:
         "are the scale's own",
         "Lower the learning rate, clip with global_clipnorm=1.0, or keep that layer in float32.",
     )
+
+
+def _own_rate(rule: Any) -> float:
+    """The share of steps that overflow because the scale has grown: each growth is taken back."""
+    if not isinstance(rule, DynamicLossScale):
+        return 0.0
+    backoffs = math.ceil(math.log(rule.growth_factor) / -math.log(rule.backoff_factor))
+    backoffs += rule.hysteresis - 1
+    return backoffs / (rule.growth_interval + backoffs)
 
 
 def _explodes(evidence: Evidence) -> Verdict | None:
@@ -236,55 +258,6 @@ def _explodes(evidence: Evidence) -> Verdict | None:
         f"a step changes the weights by {10**ratio:.2g} of their norm; 0.001 is usual",
         "Lower the learning rate.",
     )
-
-
-def _underflow(evidence: Evidence) -> Verdict | None:
-    report, limits = evidence.report, evidence.limits
-    if report.headroom_bits <= limits.spare_bits:
-        return None  # a higher scale would overflow
-    half = {p: x for p, x in evidence.weights.items() if x.compute_dtype == "float16"}
-    advice = _higher_scale(report, evidence.rule)
-    watched = significant(report, half)
-    norms, zeros = report.column("l2_norm"), report.column("zero_share")
-    # Where float32 layers have gradients of zero too, nobody has lost them: the loss is flat, by
-    # weights of zero or a satisfied hinge.
-    lossless = [path for path in report.paths if path not in half]
-    is_flat = bool(lossless) and not report.grad_norm
-    # On TensorFlow the share of n zeros in n numbers may round to less than 1.
-    if watched and not is_flat and all(zeros[path] and not norms[path] for path in watched):
-        reason = "every gradient of the float16 layers is exactly zero"
-        return Verdict("UNDERFLOW", watched[-1], reason, advice)
-    if report.details is None:
-        return None
-    lost_share, degraded_share = report.lost_share, report.degraded_share  # all variables' each
-    lost = {path: lost_share[path] for path in watched}
-    degraded = {path: degraded_share[path] for path in watched}
-    worst = max(lost, key=lambda path: lost[path], default="")
-    if worst and lost[worst] > limits.max_lost_share:
-        share = f"{lost[worst]:.2%} of the gradient would be rounded to zero in float16"
-        return Verdict("UNDERFLOW", worst, share, advice)
-    if degraded and float(np.mean(list(degraded.values()))) > limits.max_degraded_share:
-        worst = max(degraded, key=lambda path: degraded[path])
-        share = f"{degraded[worst]:.1%} of the gradient has fewer bits in float16 than it should"
-        return Verdict("UNDERFLOW", worst, share, advice)
-    return None
-
-
-def _higher_scale(report: GradientReport, rule: Any) -> str:
-    if not math.isfinite(report.headroom_bits) and isinstance(rule, DynamicLossScale):
-        return (
-            "If they are zero in float32 too, the loss does not depend on the weights; otherwise "
-            f"begin with a scale above {report.loss_scale:g}, by "
-            "kmp.DynamicLossScale(initial_scale=2.0**24)."
-        )
-    if not math.isfinite(report.headroom_bits):
-        return 'Raise the loss scale, by loss_scale="dynamic" or initial_scale=2.0**15.'
-    if isinstance(rule, AmaxLossScale):
-        return f"Write kmp.AmaxLossScale(headroom_bits=1); it is {rule.headroom_bits:g} now."
-    exponent = math.floor(math.log2(report.loss_scale) + report.headroom_bits - 1)
-    if isinstance(rule, DynamicLossScale):
-        return f"Write kmp.DynamicLossScale(initial_scale=2.0**{exponent}), or wait for it to grow."
-    return f'Write loss_scale="dynamic", or loss_scale=2.0**{exponent}.'
 
 
 def _healthy(evidence: Evidence) -> Verdict:

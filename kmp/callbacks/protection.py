@@ -42,7 +42,7 @@ def protect(model: Any) -> "Protection":
     ```
 
     The seeds of dropout and augmentation go on: the next step draws anew, so that a batch whose
-    mask made it overflow does not overflow for ever.
+    mask made it overflow does not overflow for ever. A copy of the model is not protected.
 
     kmp's callbacks protect the model while their `fit` runs. This function does it without them,
     until it is removed. Calling it again changes nothing, nor does `compile`.
@@ -206,7 +206,7 @@ class _Guard:
 
     def abandon(self, raised: bool = True) -> None:
         """End the claims of a `fit` that an exception has left."""
-        for owner in [x for x in self._claims if x != _USER]:
+        for owner in [x for x in reversed(self._claims) if x != _USER]:  # the first made began it
             self.release(owner, raised)
 
     def make_train_function(self, force: bool = False) -> None:

@@ -1,5 +1,6 @@
 """A model's state on the host, to go back to when training diverges."""
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import keras
@@ -42,14 +43,33 @@ def training_state(model: Any) -> list[Variable]:
     )
 
 
-def take_snapshot(model: Any, step: int) -> Snapshot | None:
-    """Copy the training state of `model` to the host; None if it is not all finite."""
+def constants_that_are_not_finite(model: Any) -> set[int]:
+    """The ids of the variables that nothing trains, and that hold inf or NaN: masks of -inf.
+
+    Args:
+        model: `keras.Model`, before it trains. Later a moving statistic may be among them.
+    """
+    variables = list(model.non_trainable_variables)
+    finite = ops.stack([True, *(all_finite([x]) for x in _backend.read(model, variables))])
+    flags = ops.convert_to_numpy(finite)[1:]
+    return {id(v) for v, flag in zip(variables, flags, strict=True) if not flag}
+
+
+def take_snapshot(model: Any, step: int, meant: Collection[int] = ()) -> Snapshot | None:
+    """Copy the training state of `model` to the host; None if it is not all finite.
+
+    Args:
+        model: `keras.Model`.
+        step: the number of the step that was the last.
+        meant: ids of the variables that need not be finite.
+    """
     optimizer = model.optimizer
     scale = [optimizer.dynamic_scale] if _scales(optimizer) else []
-    live = _backend.read(model, [*training_state(model), *scale])
+    state = training_state(model)
+    live = _backend.read(model, [*state, *scale])
     loss_scale = _number(live.pop()) if scale else 1.0
     # Asked on the device: a process may hold a part only, and all have to come to one answer.
-    if not bool(all_finite(live)):
+    if not bool(all_finite([x for v, x in zip(state, live, strict=True) if id(v) not in meant])):
         return None
     return Snapshot(step, [_backend.to_host(x) for x in live], loss_scale)
 

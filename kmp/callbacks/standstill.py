@@ -111,36 +111,59 @@ class Standstill:
 
 
 class Silence:
-    """Counts the looks in a row at which all weights had gradients of exactly zero, biases aside.
+    """Counts the looks in a row at which weights had gradients of exactly zero, biases aside.
 
-    Then the output has nothing to do with the input any more, and at best a bias still moves. If
-    all gradients become zero that were not, as under a hinge loss, the run has arrived.
+    If all have, the output has nothing to do with the input any more, and at best a bias still
+    moves; but if all become zero that were not, as under a hinge loss, the run has arrived. Half of
+    them count as well, unless something moves them all the same: experts that other batches call
+    train between the looks, and a target network is copied.
     """
 
     def __init__(self):
-        self._skipped = self._looks = self._first = 0
+        self._skipped = 0
         self._had_gradients = False
+        self._first: dict[str, tuple[int, int]] = {}  # look and step at which a silence began
+        self._looks = 0
+        self._before: GradientReport | None = None
 
     def see(self, report: GradientReport, weights: Mapping[str, Weight]) -> Still | None:
-        """Take in a report; return the weights, once all have been silent for long enough."""
+        """Take in a report; return the weights, once half have been silent for long enough."""
         skips, self._skipped = report.skipped_steps - self._skipped, report.skipped_steps
         norms, zeros = report.column("l2_norm"), report.column("zero_share")
         known = [path for path in weights if norms.get(path) or zeros.get(path)]
         paths = [path for path in known if weights[path].is_matrix] or known
         if skips or not paths:
             return None
-        heard = any(norms[path] for path in paths)
-        arrived = self._had_gradients and not report.grad_norm
-        self._had_gradients |= heard
-        if heard or arrived:
-            self._looks = 0
-            return None
-        self._first = self._first if self._looks else report.step
         self._looks += 1
-        steps = report.step - self._first
-        if self._looks < _LOOKS or steps < _STEPS:
+        before, self._before = self._before, report
+        silent = [path for path in paths if not norms[path]]
+        arrived = self._had_gradients and not report.grad_norm
+        self._had_gradients |= len(silent) < len(paths)
+        if arrived:
+            silent = []
+        elif len(silent) < len(paths):
+            silent = [path for path in silent if not _was_moved(path, report, before)]
+        began = (self._looks, report.step)
+        self._first = {path: self._first.get(path, began) for path in silent}
+        long = [path for path in silent if self._is_long(path, report.step)]
+        if not long or 2 * len(long) < len(paths):
             return None
-        return Still(paths, len(paths), self._looks, steps)
+        look, step = max(self._first[path] for path in long)
+        return Still(long, len(paths), self._looks - look + 1, report.step - step)
+
+    def _is_long(self, path: str, now: int) -> bool:
+        look, step = self._first[path]
+        return self._looks - look + 1 >= _LOOKS and now - step >= _STEPS
+
+
+def _was_moved(path: str, report: GradientReport, before: GradientReport | None) -> bool:
+    """Whether a weight has changed since the report before by more than its weight decay."""
+    norm, last = report.weight_norm.get(path), before and before.weight_norm.get(path)
+    if not (norm and last and before) or norm == last:
+        return False
+    ratio = report.update_ratio.get(path)
+    decay = 0.0 if ratio is None else 10.0**ratio * (report.step - before.step)
+    return abs(norm - last) > 2 * decay * last
 
 
 def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[str]:

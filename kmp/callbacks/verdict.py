@@ -102,8 +102,9 @@ class Limits:
         max_grad_norm: float > `min_grad_norm`, the l2 norm above which a gradient is exploding, and
             the run UNSTABLE; in true units.
         max_overflow_rate: float, share of skipped steps above which a run is UNSTABLE, after the
-            first 100 steps, among the last 200. At least 5 steps, and five times the rate that the
-            rule itself costs (1 / `growth_interval`), are needed as well. Source: ours.
+            first 100 steps, among the last 200. At least 5 steps are needed as well, and five times
+            the share that the rule itself costs (about 1 / `growth_interval`) or, if that is less,
+            the middle between that share and 1. Source: ours.
         max_update_ratio: float, norm of the update over norm of the weights, the median over
             variables and ten looks, above which a run is UNSTABLE. Source: 0.001 is healthy
             (CS231n); the two decades above it are ours.

@@ -18,7 +18,8 @@ class Blame:
     Attributes:
         phase: "forward", "loss" or "backward".
         call: the call that is to blame; None for the batch, the loss and what no layer owns.
-        part: "data", "cast", "layer", "code", "loss", "weights" or "model".
+        part: "data", "cast", "layer", "code", "loss", "weights", "model", "add_loss" or
+            "regularizer".
         after: the child after which its own code went wrong, in the order of execution.
         before: the child before which it did.
         inputs: what came in, in the direction of the pass.
@@ -26,6 +27,7 @@ class Blame:
         variables: paths of the variables whose gradients are not finite.
         place: the call at which the gradient was seen that is not finite.
         role: whether at its "input" or "output".
+        owner: path of the layer that a term of the loss belongs to.
     """
 
     phase: str
@@ -38,6 +40,7 @@ class Blame:
     variables: tuple[str, ...] = ()
     place: Call | None = None
     role: str = ""
+    owner: str = ""
 
 
 def first_bad_value(calls: Sequence[Call]) -> Blame | None:

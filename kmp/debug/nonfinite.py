@@ -12,6 +12,7 @@ from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import Batch, as_batch, backward, check_replayable, forward, loss_scale_of
 from kmp.debug.stats import TensorStats, has_nonfinite, measure
+from kmp.debug.terms import first_bad_term
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +25,15 @@ class NonfiniteReport:
             name's first; None if no layer is.
         part: where in it: "layer" (its computation), "code" (its own code around its children),
             "cast" (of its inputs to its compute dtype), "weights" (the reduction to the gradients
-            of its variables alone), "data" (the batch itself), "loss", or
-            "model" (nothing smaller was found).
+            of its variables alone), "add_loss" (what it adds to the loss), "regularizer" (of the
+            variable that `variables` names), "data" (the batch itself), "loss", or "model" (nothing
+            smaller was found).
         dtype: what the layer computes in; None without a layer.
         after: path of the child after which the code went wrong, in the order of execution.
         before: path of the child before which it did.
         inputs: statistics of what came in: forward the inputs, backward the incoming gradients.
         outputs: statistics of what came out, the first that is not finite.
-        variables: paths of the variables whose gradients are not finite.
+        variables: paths of the variables whose gradients, or regularizers, are not finite.
         cause: what is known about why, in words.
         loss_scale: what the loss was multiplied with; None if only the forward pass was run.
 
@@ -56,14 +58,17 @@ class NonfiniteReport:
     def __str__(self) -> str:
         if self.phase is None:
             if self.loss_scale is None:
-                return "Every value of this batch is finite in the forward pass."
+                return (
+                    "Every value of this batch is finite in the forward pass. The loss and its "
+                    "gradients were not looked at: for them pass `y`."
+                )
             return (
                 "Every value and every gradient of this batch is finite at loss scale "
                 f"{self.loss_scale:g}."
             )
         lines = [f"{self.phase.upper()}: {self._what()}"]
         lines += [f"  in:    {s}" for s in self.inputs] + [f"  out:   {s}" for s in self.outputs]
-        if self.variables:
+        if self.variables and self.part != "regularizer":
             more = f" and {len(self.variables) - 5} more" * (len(self.variables) > 5)
             lines.append(f"  gradients not finite: {', '.join(self.variables[:5])}{more}")
         return "\n".join([*lines, f"  cause: {self.cause}"] if self.cause else lines)
@@ -74,6 +79,10 @@ class NonfiniteReport:
             if self.phase == "loss":
                 what = "the outputs are finite, the loss is not"
             return what + (f": its code {self._places()}" if self._places() else "")
+        if self.part == "add_loss":
+            return f"what {self.path} adds to the loss, by add_loss or an activity regularizer"
+        if self.part == "regularizer":
+            return f"the regularizer of {self.variables[0]}"
         if self.part == "data":
             return "the batch itself is not finite"
         if self.path is None:
@@ -172,14 +181,15 @@ def first_blame(
     """
     preserved.restore()
     recorder, outputs, loss = forward(model, batch, training=True, with_loss=scale is not None)
+    term = first_bad_term(model)
     preserved.restore()  # statistics of layers have taken in what is to be explained
     if blame := first_nan_weights(recorder.calls):
         return blame
-    if has_nonfinite(measure(outputs if loss is None else loss)):
+    if term or has_nonfinite(measure(outputs if loss is None else loss)):
         calls = recorder.calls
-        if not has_nonfinite(measure(outputs)):  # then the model is not to blame
+        if not (term or has_nonfinite(measure(outputs))):  # then the model is not to blame
             calls = [call for call in calls if is_in_loss(call)]
-        return first_bad_value(calls) or _end(outputs, loss)
+        return first_bad_value(calls) or term or _end(outputs, loss)
     if scale is None:
         return None
     preserved.restore()
@@ -204,6 +214,8 @@ def _cause(
     if blame is None:
         return ""
     if blame.phase == "loss":
+        if blame.owner:
+            return "the loss is not finite whatever it is multiplied with: no loss scale can help"
         if blame.after or blame.before:
             return "the loss is computed in float32, so not a matter of half precision"
         return f"the outputs are finite, and the loss times {scale:g} is not"
@@ -223,7 +235,7 @@ def _report(blame: Blame | None, cause: str, scale: float | None) -> NonfiniteRe
     call = blame.call
     return NonfiniteReport(
         phase=blame.phase,
-        path=call.path if call else None,
+        path=call.path if call else blame.owner or None,
         part=blame.part,
         dtype=call.dtype if call else None,
         after=blame.after.path if blame.after else None,

@@ -120,6 +120,29 @@ def test_a_rollback_restores_every_bit_but_the_learning_rate(wrap, jit):
 OVERFLOW = 3e18  # of inputs: their loss is finite, and their gradient at a scale of 64 is not
 
 
+class Causal(keras.layers.Layer):
+    """Adds a mask of -inf that is kept as a variable, as a checkpoint of another library has it."""
+
+    def build(self, shape):
+        self.mask = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        return ops.softmax(x + self.mask)
+
+
+def test_a_mask_of_minus_inf_in_a_variable_is_no_obstacle():
+    mask = Causal()
+    model = keras.Sequential([keras.Input((2,)), mask, keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd", learning_rate=RATE), "mse")
+    mask.mask.assign(np.float32([0, -np.inf]))
+    with pytest.warns(UserWarning, match=r"Rollback 1 of 3 to step 1[2-9]:"):
+        x, y = data(steps=24)
+        y[4 * 20 :] *= 1000
+        guard = DivergenceGuard("rollback", snapshot_freq=2, **QUICK)
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[guard])
+    assert ops.convert_to_numpy(mask.mask).tolist() == [0, -np.inf]
+
+
 def test_the_loss_scale_is_not_restored_upwards_nor_below_its_floor():
     rule = kmp.DynamicLossScale(256.0, min_scale=64.0)
     model = linear_model(kmp.scaled("sgd", rule, learning_rate=RATE))

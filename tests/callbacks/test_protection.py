@@ -1,7 +1,9 @@
 """Protection: a skipped step leaves nothing behind, and neither does the protection."""
 
 import contextlib
+import copy
 import functools
+import pickle
 
 import keras
 import numpy as np
@@ -241,6 +243,22 @@ def test_a_watched_fit_puts_back_how_often_it_measures():
     assert ops.convert_to_numpy(sampling)[:2].tolist() == [7, 0]
 
 
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("order", [(3, 50), (50, 3)], ids=str)
+def test_two_who_watch_one_optimizer_measure_as_often_as_either_asks(order, raises):
+    model, measured = linear_model(), []
+    watches = [GradientHealth(update_freq=freq) for freq in order]
+    steps = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda *_: measured.append(model.optimizer.telemetry.sampling.numpy()[0])
+    )
+    with pytest.raises(OSError) if raises else contextlib.nullcontext():
+        fit(model, [*watches, steps, *[Raise()] * raises])
+    assert measured == [3]
+    fit(model, [])
+    assert not model.optimizer.measures_details
+    assert ops.convert_to_numpy(model.optimizer.telemetry.sampling)[:2].tolist() == [0, 0]
+
+
 @pytest.mark.only("tensorflow", "jax")  # torch traces nothing
 @pytest.mark.parametrize("jit", [x for x in (False, True) if x or BACKEND == "tensorflow"])
 def test_a_second_fit_traces_nothing_again(jit):
@@ -327,6 +345,21 @@ def test_compile_in_between_keeps_the_protection():
         losses += model.fit(x, y, verbose=0).history["loss"]
         assert np.isfinite(fit(model, [], poisoned=[3])["loss"]).all()
     assert losses == [25.0, 5.0]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "in fit"])
+def test_a_copy_is_a_model_of_keras_own(how):
+    """Copies go through Keras's files: neither protected, nor broken, nor tied to the original."""
+    model, copies = linear_model(), []
+    make = {"deepcopy": copy.deepcopy}.get(how, lambda x: pickle.loads(pickle.dumps(x)))
+    kmp.protect(model)
+    also = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: copies.append(make(model)))
+    fit(model, [GradientHealth(), also] if how == "in fit" else [])
+    (made,) = copies or [make(model)]
+    assert is_keras_own(made) and not np.isfinite(fit(made, [], poisoned=[2])["loss"]).any()
+    kmp.protect(made)
+    assert np.isfinite(fit(made, [], poisoned=[2])["loss"]).all()
+    assert np.isfinite(fit(model, [], poisoned=[2])["loss"]).all()
 
 
 def test_train_on_batch_is_protected_too():

@@ -9,6 +9,7 @@ from oracle import few
 import kmp
 from kmp.callbacks import GradientHealth
 from kmp.callbacks.standstill import Silence, Still, Weight
+from kmp.health.details import WEIGHT_NORM
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without")
 
@@ -137,6 +138,37 @@ def test_only_a_bias_has_a_gradient(policy, change):
     found = watched_run(kmp.scaled("adam", scale), policy, change).verdict
     assert found.state == "STALLED" and "all 3 weights, biases aside" in found.reason, str(found)
     assert found.blame.endswith("hidden/kernel") and "relu" in found.advice
+
+
+def dead_half(model):
+    """The head learns from what the bias of the layer before it gives."""
+    dead(model)
+    model.get_layer("middle").bias.assign(np.ones(8))
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("optimizer", few(["adam", "adamw"], "adamw"))
+def test_half_of_the_weights_have_no_gradient(optimizer, policy):
+    scale = "dynamic" if policy == "mixed_float16" else "none"
+    found = watched_run(kmp.scaled(optimizer, scale), policy, dead_half).verdict
+    assert found.state == "STALLED" and "2 of 3 weights, biases aside" in found.reason, str(found)
+    assert "hidden/kernel" in found.reason and found.blame.endswith("middle/kernel")
+    assert ("loss scale" in found.advice) == (policy == "mixed_float16")
+
+
+@pytest.mark.parametrize("norms", [(1.0, 1.0, 1.0), (1.0, 1.5, 2.0)], ids=["rests", "is moved"])
+def test_a_weight_without_a_gradient_that_something_moves(norms):
+    """An expert that other batches call, or the copy of a network."""
+    silence, weights = Silence(), {"a": Weight("a"), "b": Weight("b")}
+    found = [silence.see(of_two(100 * i, norm), weights) for i, norm in enumerate(norms, 1)][-1]
+    assert found == (Still(["b"], 2, 3, 200) if len(set(norms)) == 1 else None)
+
+
+def of_two(step, weight_norm):
+    """`a` has a gradient, `b` has none and this norm."""
+    matrix, details = np.float32([[1, 1, 0, 0, 0], [0, 0, 1, 0, 0]]), np.zeros((2, 50), "float32")
+    details[:, WEIGHT_NORM] = weight_norm
+    return kmp.GradientReport(("a", "b"), matrix, 1.0, step, 0, 0, details=details)
 
 
 def test_a_loss_without_a_gradient_from_the_first_step_on():

@@ -209,6 +209,30 @@ def test_two_skipped_steps_of_many_at_a_fixed_scale():
     assert found.report.consecutive_skips == 2 and found.verdict.state == "HEALTHY"
 
 
+def after(step, skips):
+    return kmp.GradientReport(("w",), np.float32([[1, 1, 0, 0, skips]]), 1024.0, step, skips, 0)
+
+
+@pytest.mark.parametrize(
+    "rule, own",
+    [
+        ({"growth_interval": 1}, 100),
+        ({"growth_interval": 5}, 34),
+        ({"growth_interval": 10, "backoff_factor": 0.8}, 58),
+        ({"growth_interval": 2000}, 1),
+    ],
+    ids=str,
+)
+def test_overflows_are_told_from_those_that_the_scale_costs_itself(rule, own):
+    def state(skips):
+        settled = after(200, 0)
+        seen = Evidence(after(400, skips), settled, settled, rule=kmp.DynamicLossScale(**rule))
+        return judge(seen).state
+
+    assert state(own) == "HEALTHY"
+    assert state(180) == "UNSTABLE"
+
+
 def test_the_shares_are_computed_once_a_look(monkeypatch):
     seen, share_below = [], kmp.GradientReport._share_below
     monkeypatch.setattr(

@@ -210,6 +210,69 @@ def test_the_loss():
     assert "the outputs are finite, the loss is not" in str(report)
 
 
+class Penalty(layers.Layer):
+    """Adds a root of what may be negative to the loss, and hands its inputs on."""
+
+    def call(self, x):
+        self.add_loss(ops.sum(ops.sqrt(x)))
+        return x
+
+
+class Auxiliary(layers.Layer):
+    """Has a head that only the loss sees."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.head = layers.Rescaling(3e4, name="loud", dtype=HALF)
+
+    def call(self, x):
+        self.add_loss(ops.mean(ops.cast(self.head(x), "float32")))
+        return x
+
+
+def nan_of(x):
+    return ops.sum(ops.sqrt(-ops.abs(x) - 1.0))
+
+
+TERMS = {
+    "add_loss": (lambda: [Penalty(name="penalty")], -X, "penalty", "adds to the loss"),
+    "activity": (
+        lambda: [layers.Identity(activity_regularizer=nan_of, name="active")],
+        X,
+        "active",
+        "activity regularizer",
+    ),
+    "regularizer": (
+        lambda: [layers.Dense(1, kernel_regularizer=nan_of, name="held")],
+        X,
+        "held",
+        "the regularizer of ",
+    ),
+}
+
+
+@pytest.mark.parametrize("with_y", [True, False], ids=["y", "no y"])
+@pytest.mark.parametrize("kind", TERMS)
+def test_terms_of_the_loss_that_belong_to_layers(kind, with_y):
+    make, x, name, said = TERMS[kind]
+    model = compiled(sequential(ones(4, "first"), *make(), ones(1, "last")))
+    report = kmp.debug.locate_nonfinite(model, x, np.zeros((2, 1)) if with_y else None)
+    assert (report.phase, report.part) == ("loss", kind.replace("activity", "add_loss"))
+    assert report.path.endswith(name) and said in str(report), str(report)
+    assert "no loss scale can help" in report.cause
+
+
+def test_a_head_that_only_the_loss_sees():
+    model = compiled(sequential(ones(4, "first"), Auxiliary(name="aux"), ones(1, "last")))
+    report = kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1)))
+    assert report.phase == "forward" and report.path.endswith("loud"), str(report)
+
+
+def test_without_targets_it_says_what_it_did_not_look_at():
+    report = kmp.debug.locate_nonfinite(compiled(sequential(ones(1, "last"))), X)
+    assert report.phase is None and "pass `y`" in str(report)
+
+
 def test_a_gradient_that_the_output_cannot_hold():
     model = compiled(sequential(ones(4, "first"), ones(1, "last")))
     report = kmp.debug.locate_nonfinite(model, X, np.full((2, 1), -1e3), loss_scale=2.0**10)
