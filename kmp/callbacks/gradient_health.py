@@ -20,7 +20,7 @@ from kmp.callbacks.judging import judge
 from kmp.callbacks.order import come_first
 from kmp.callbacks.outlets import Outlets
 from kmp.callbacks.protection import Claim, protect_fit, release
-from kmp.callbacks.standstill import Silence, Standstill, Weight
+from kmp.callbacks.standstill import Silence, Standstill, Weight, networks_of
 from kmp.callbacks.verdict import Limits, Verdict, checked_limits
 from kmp.health.measure import FIRST_STEPS
 from kmp.health.report import GradientReport, read_report
@@ -163,6 +163,7 @@ class GradientHealth(keras.callbacks.Callback):
         if report and report.step:
             self._past.append(report)  # what happened before is not this run's
         self._epoch_start = report
+        self._networks = networks_of(self._trained)
         self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
         # The steps measure for all who watch this optimizer: as often as the most frequent asks.
         watching = [x for x in others if isinstance(x, GradientHealth)]
@@ -282,12 +283,13 @@ class GradientHealth(keras.callbacks.Callback):
 
     def _weights(self) -> dict[str, Weight]:
         """The trainable variables, by their paths."""
-        rarely = self._optimizer.moves_rarely
-        return {
-            v.path: Weight(layer.path, layer.compute_dtype, v.dtype, len(v.shape) > 1, rarely(v))
-            for layer in layers_of(self._trained)
-            for v in own_weights(layer)
-        }
+        rarely, found = self._optimizer.moves_rarely, {}
+        for layer in layers_of(self._trained):
+            network = self._networks.get(id(layer), "")
+            for v in own_weights(layer):
+                kind = (v.dtype, len(v.shape) > 1, rarely(v), network)
+                found[v.path] = Weight(layer.path, layer.compute_dtype, *kind)
+        return found
 
     def _update_ratio(self, report: GradientReport, weights: Mapping[str, Weight]) -> float:
         """The median over the matrices; over all variables if there are none. NaN if unknown."""

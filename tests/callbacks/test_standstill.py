@@ -164,6 +164,32 @@ def test_a_weight_without_a_gradient_that_something_moves(norms):
     assert found == (Still(["b"], 2, 3, 200) if len(set(norms)) == 1 else None)
 
 
+class WithTarget(keras.Model):
+    """Learns from a copy of its network that it copies rarely, as in deep Q-learning."""
+
+    def __init__(self):
+        super().__init__()
+        make = lambda: keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])  # noqa: E731
+        self.network, self.target = make(), make()
+
+    def call(self, x):
+        return self.network(x)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        aim = y + 0.9 * keras.ops.stop_gradient(self.target(x))
+        return keras.ops.mean(keras.ops.square(aim - y_pred))
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_a_target_network_is_not_dead():
+    model, x = WithTarget(), np.random.default_rng(0).normal(size=(160, 4)).astype("float32")
+    model.network.build((None, 4)), model.target.build((None, 4))
+    model.compile(kmp.scaled("adam"))
+    watch = GradientHealth(update_freq=10)
+    model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[watch])
+    assert watch.verdict.state == "HEALTHY", str(watch.verdict)
+
+
 def of_two(step, weight_norm):
     """`a` has a gradient, `b` has none and this norm."""
     matrix, details = np.float32([[1, 1, 0, 0, 0], [0, 0, 1, 0, 0]]), np.zeros((2, 50), "float32")
