@@ -362,6 +362,33 @@ def test_a_copy_is_a_model_of_keras_own(how):
     assert np.isfinite(fit(model, [], poisoned=[2])["loss"]).all()
 
 
+class Parts(keras.Model):
+    """Whose class has no `build`, and a layer that nothing calls if it is told to have one."""
+
+    def __init__(self, first, unused=False):
+        super().__init__()
+        self.first, self.last = first, keras.layers.Dense(1)
+        self.unused = keras.layers.Dense(1) if unused else None
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.filterwarnings("ignore:.build.* was called", "ignore:Gradients do not exist")
+@pytest.mark.parametrize("kind", ["by build", "with a built part", "with an unused layer"])
+def test_models_that_are_marked_as_built_before_their_layers_are(kind):
+    first = keras.Sequential([keras.layers.Dense(3)])
+    if kind != "by build":
+        first.build((None, 2))
+    model = Parts(first, unused="unused" in kind)
+    model(data()[0][:4]) if "unused" in kind else model.build((None, 2))
+    assert model.built
+    model.compile(kmp.scaled("sgd", learning_rate=RATE), "mse")
+    history = fit(model, [GradientHealth()], poisoned=[0, 2])
+    assert history["skipped_steps"] == [2] and np.isfinite(history["loss"]).all()
+    assert int(model.optimizer.iterations) == 10 and len(model.optimizer.variable_paths) == 4
+
+
 def test_train_on_batch_is_protected_too():
     model = stateful_model()
     model.optimizer.build(model.trainable_variables)
