@@ -426,6 +426,54 @@ def test_keras_own_loss_scaling_is_protected_too():
     assert_same(before, state(model))
 
 
+class StepsAnother(keras.Model):
+    """As a GAN: what `compile` makes for its own optimizer never steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        self.parts.build((None, 2))
+        self.other = kmp.scaled("sgd", learning_rate=RATE)
+        self.other.build(self.parts.trainable_variables)
+
+    def call(self, x, training=False):
+        return self.parts(x, training=training)
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                scaled = self.other.scale_loss(loss)
+            self.other.apply(tape.gradient(scaled, weights), weights)
+        else:
+            self.zero_grad()
+            loss = self.compute_loss(x, y, self(x, training=True))
+            self.other.scale_loss(loss).backward()
+            self.other.apply([v.value.grad for v in weights], weights)
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result()}
+
+
+@pytest.mark.only("tensorflow", "torch")  # JAX's train step is another
+def test_an_optimizer_that_does_not_step_skips_nothing():
+    keras.config.set_dtype_policy("mixed_float16")
+    found = []
+    for watches in ([], [TerminateOnNaN()]):
+        keras.utils.set_random_seed(0)
+        model = StepsAnother()
+        model.compile(loss="mse")
+        assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+        found.append((fit(model, watches)["loss"], model.get_weights()))
+    (loss, weights), (watched_loss, watched_weights) = found
+    np.testing.assert_allclose(watched_loss, loss, rtol=1e-6)
+    for one, other in zip(watched_weights, weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_loss_that_is_not_finite_but_applied_is_reported():
     """Targets of 1e19: their mean square leaves float32, its gradient does not."""
     model = linear_model(kmp.scaled("sgd", 1.0, learning_rate=1e-19))
