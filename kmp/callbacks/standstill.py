@@ -1,6 +1,6 @@
 """Whether the weights of a run stand still."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -137,9 +137,13 @@ class Silence:
     moves; but if all become zero that were not, as under a hinge loss, the run has arrived. Half of
     them count as well, unless something moves them all the same, as experts that other batches
     call, or they are all of a network that the loss may not depend on.
+
+    Args:
+        decay: returns the share of a weight that decay takes in each step; asked where some rest.
     """
 
-    def __init__(self):
+    def __init__(self, decay: Callable[[], float] = lambda: 0.0):
+        self._decay = decay
         self._skipped = 0
         self._had_gradients = False
         self._heard: set[str] = set()  # networks that had a gradient
@@ -165,8 +169,9 @@ class Silence:
         self._had_gradients |= len(silent) < len(paths)
         if arrived:
             silent = []
-        elif len(silent) < len(paths):
-            silent = [path for path in silent if not _was_moved(path, report, before)]
+        elif silent and len(silent) < len(paths):
+            decay = self._decay()
+            silent = [path for path in silent if not _was_moved(path, report, before, decay)]
         began = (self._looks, report.step)
         self._first = {path: self._first.get(path, began) for path in silent}
         long = [path for path in silent if self._is_long(path, report.step)]
@@ -180,14 +185,15 @@ class Silence:
         return self._looks - look + 1 >= _LOOKS and now - step >= _STEPS
 
 
-def _was_moved(path: str, report: GradientReport, before: GradientReport | None) -> bool:
+def _was_moved(
+    path: str, report: GradientReport, before: GradientReport | None, decay: float
+) -> bool:
     """Whether a weight has changed since the report before by more than its weight decay."""
     norm, last = report.weight_norm.get(path), before and before.weight_norm.get(path)
-    if not (norm and last and before) or norm == last:
+    if not (norm and last and before):
         return False
-    ratio = report.update_ratio.get(path)
-    decay = 0.0 if ratio is None else 10.0**ratio * (report.step - before.step)
-    return abs(norm - last) > 2 * decay * last
+    # Twice, for the learning rate may have been higher.
+    return abs(norm - last) > 2 * decay * (report.step - before.step) * last
 
 
 def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[str]:
