@@ -186,14 +186,21 @@ def takes_training(layer: Any) -> bool:
 def has_weights(model: Any) -> bool:
     """Whether all weights of `model` are there.
 
-    A model whose own train step calls its layers one by one is never built itself. Private:
-    `_is_default`, Keras's mark of a `build` that a class has not overridden.
+    A model whose own train step calls its layers one by one is never built itself. One that is may
+    have layers that nothing calls.
+    """
+    return model.built or (bool(model.weights) and not awaits_weights(model))
+
+
+def awaits_weights(model: Any) -> bool:
+    """Whether a layer of `model` was never built: `model.build(shape)` of a class without a `build`
+    of its own builds none of them, and marks the model all the same. Private: `_is_default`.
     """
 
     def is_complete(layer: Any) -> bool:  # or has no weights but those of the layers in it
         return layer.built or getattr(layer.build, "_is_default", False)
 
-    return model.built or (bool(model.weights) and all(map(is_complete, layers_of(model))))
+    return not all(map(is_complete, layers_of(model)))
 
 
 def check_model(model: Any, owner: str) -> None:

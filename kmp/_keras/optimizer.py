@@ -156,7 +156,8 @@ def portable_config(optimizer: Any) -> dict[str, Any]:
     backend can run, and serializes those.
     """
     config = keras.saving.serialize_keras_object(optimizer)
-    if config["module"].startswith("keras.src.backend."):
+    module = config["module"]  # None of a class that a program has registered
+    if module and module.startswith("keras.src.backend."):
         config = {**config, "module": "keras.optimizers", "registered_name": None}
     return config
 

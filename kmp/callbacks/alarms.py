@@ -40,7 +40,14 @@ class Alarms:
         norms, zeros = report.column("l2_norm"), report.column("zero_share")
         # A variable without a gradient has a row of zeros: not even its zeros are counted.
         known = set(significant(report, weights))
-        measured = {p: norm for p, norm in norms.items() if (norm or zeros[p]) and p in known}
+        # If all are zero the loss is flat there, as a hinge is, or weights of samples are zero. On
+        # JAX what is connected to nothing has zeros as well.
+        vague = not report.grad_norm
+        measured = {
+            path: norm
+            for path, norm in norms.items()
+            if path in known and (norm or (zeros[path] and not (vague or weights[path].network)))
+        }
         low, high = self._limits.min_grad_norm, self._limits.max_grad_norm
         self._once(
             report.step,

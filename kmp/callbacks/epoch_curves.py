@@ -104,5 +104,12 @@ def highest_rate(optimizer: Any, paths: Collection[str]) -> float:
     )
 
 
+def weight_decay(optimizer: Any) -> float:
+    """The largest share of a weight that weight decay takes in a step; 0 without it."""
+    inner = optimizer.inner_optimizer
+    parts = getattr(inner, "optimizers", None) or [inner]
+    return max(_rate(each) * each.weight_decay if each.weight_decay else 0.0 for each in parts)
+
+
 def _rate(optimizer: Any) -> float:
     return float(ops.convert_to_numpy(ops.convert_to_tensor(optimizer.learning_rate)))

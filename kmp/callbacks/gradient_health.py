@@ -4,7 +4,7 @@ import collections
 import math
 import numbers
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -14,13 +14,13 @@ from kmp._keras import layers_of, own_weights
 from kmp.callbacks import arguments, readings
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
-from kmp.callbacks.epoch_curves import highest_rate
+from kmp.callbacks.epoch_curves import highest_rate, weight_decay
 from kmp.callbacks.evidence import Evidence
 from kmp.callbacks.judging import judge
 from kmp.callbacks.order import come_first
 from kmp.callbacks.outlets import Outlets
 from kmp.callbacks.protection import Claim, protect_fit, release
-from kmp.callbacks.standstill import Silence, Standstill, Weight
+from kmp.callbacks.standstill import Silence, Standstill, Weight, networks_of
 from kmp.callbacks.verdict import Limits, Verdict, checked_limits
 from kmp.health.report import GradientReport, read_report
 from kmp.health.telemetry import FIRST_STEPS, kept_sampling
@@ -138,7 +138,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._cadence = Cadence(self._every, step)
         self._alarms = Alarms(self.limits)
         self._past: collections.deque[GradientReport] = collections.deque()
-        self._silence = Silence()
+        self._silence = Silence(lambda: weight_decay(self._synced()))
         self._update_ratios: collections.deque[float] = collections.deque(maxlen=10)
 
     def set_model(self, model):
@@ -162,6 +162,7 @@ class GradientHealth(keras.callbacks.Callback):
         if report and report.step:
             self._past.append(report)  # what happened before is not this run's
         self._epoch_start = report
+        self._networks = networks_of(self._trained)
         self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
         # The steps measure for all who watch this optimizer: as often as the most frequent asks.
         watching = [x for x in others if isinstance(x, GradientHealth)]
@@ -189,7 +190,7 @@ class GradientHealth(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self._outlets.begin_epoch()
         self._worst: Verdict | None = None
-        self._sync()
+        self._synced()
         if self._optimizer.built:
             # Where nobody knows how many: as many as in the epoch before, in the first the first.
             steps = (self.params or {}).get("steps") or self._epoch_steps
@@ -210,7 +211,7 @@ class GradientHealth(keras.callbacks.Callback):
             found = readings.numbers(report, self.verdict, self._ratio)
             logs.update({f"{self.prefix}{name}": found[name] for name in self.logs})
         if self.log_dir is not None:
-            self._sync()  # the learning rate may depend on the step
+            self._synced()  # the learning rate may depend on the step
         self._outlets.end_epoch(epoch, logs)
         if self.verbose and self.verdict and self.verdict.state != self._told:
             self._told = self.verdict.state
@@ -259,19 +260,16 @@ class GradientHealth(keras.callbacks.Callback):
             update_ratios=list(self._update_ratios),
             still=self._standstill.see(report, weights),
             silent=self._silence.see(report, weights),
-            learning_rate=self._learning_rate,
+            learning_rate=lambda paths: highest_rate(self._synced(), paths),
             losses=losses,
             drops_windows=optimizer.on_overflow == "drop_window",
         )
         return judge(evidence)
 
-    def _learning_rate(self, paths: Collection[str]) -> float:
-        self._sync()
-        return highest_rate(self._optimizer, paths)
-
-    def _sync(self) -> None:
-        """Bring JAX's state out of the loop and into the variables."""
+    def _synced(self) -> Any:
+        """The optimizer, when JAX's state is out of the loop and in its variables."""
         _ = self.model
+        return self._optimizer
 
     def _settled(self, report: GradientReport) -> GradientReport | None:
         """The report since which overflows are no longer how the scale is found."""
@@ -282,12 +280,13 @@ class GradientHealth(keras.callbacks.Callback):
 
     def _weights(self) -> dict[str, Weight]:
         """The trainable variables, by their paths."""
-        rarely = self._optimizer.moves_rarely
-        return {
-            v.path: Weight(layer.path, layer.compute_dtype, v.dtype, len(v.shape) > 1, rarely(v))
-            for layer in layers_of(self._trained)
-            for v in own_weights(layer)
-        }
+        rarely, found = self._optimizer.moves_rarely, {}
+        for layer in layers_of(self._trained):
+            network = self._networks.get(id(layer), "")
+            for v in own_weights(layer):
+                kind = (v.dtype, len(v.shape) > 1, rarely(v), network)
+                found[v.path] = Weight(layer.path, layer.compute_dtype, *kind)
+        return found
 
     def _update_ratio(self, report: GradientReport, weights: Mapping[str, Weight]) -> float:
         """The median over the matrices; over all variables if there are none. NaN if unknown."""

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 
 from kmp import _backend
-from kmp._keras import has_weights, training
+from kmp._keras import awaits_weights, has_weights, training
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.callbacks.undo import protected_step
 
@@ -141,7 +141,7 @@ def release(model: Any, owner: Hashable) -> None:
 
 def build_optimizer(model: Any) -> None:
     """Create the optimizer's state if all weights are there; Keras may leave that to a step."""
-    if has_weights(model) and not model.optimizer.built:
+    if has_weights(model) and not (model.optimizer.built or awaits_weights(model)):
         model.optimizer.build(model.trainable_variables)
 
 

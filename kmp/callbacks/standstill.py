@@ -1,8 +1,12 @@
 """Whether the weights of a run stand still."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import keras
+
+from kmp import _backend
+from kmp._keras import layers_of, path_of
 from kmp.health.report import GradientReport
 
 _UNMOVED = 0.99  # share of a variable's gradients above which it counts as standing still
@@ -28,6 +32,8 @@ class Weight(NamedTuple):
         moves_rarely: whether an update leaves most of its numbers as they are, and moves the
             others by a whole unit in the last place: bfloat16 that is rounded at random, or half
             precision beside a float32 master.
+        network: path of the model inside the model that it belongs to, if a gradient of zeros can
+            mean there that the loss does not depend on that model; see `networks_of`.
     """
 
     layer: str
@@ -35,6 +41,20 @@ class Weight(NamedTuple):
     dtype: str = "float32"
     is_matrix: bool = True
     moves_rarely: bool = False
+    network: str = ""
+
+
+def networks_of(model: Any) -> dict[int, str]:
+    """The path of the innermost model inside `model` for each of its layers, by the layers' ids.
+
+    Empty where a weight that the loss does not depend on has no gradient. In JAX's pure functions
+    it has one of zeros, which a target network, or a teacher behind `ops.stop_gradient`, has in
+    every step of a sound run.
+    """
+    nested = [x for x in layers_of(model)[1:] if isinstance(x, keras.Model)]
+    if _backend.SEES_LOSS:
+        return {}
+    return {id(layer): path_of(each) for each in nested for layer in layers_of(each)}
 
 
 class Still(NamedTuple):
@@ -115,13 +135,18 @@ class Silence:
 
     If all have, the output has nothing to do with the input any more, and at best a bias still
     moves; but if all become zero that were not, as under a hinge loss, the run has arrived. Half of
-    them count as well, unless something moves them all the same: experts that other batches call
-    train between the looks, and a target network is copied.
+    them count as well, unless something moves them all the same, as experts that other batches
+    call, or they are all of a network that the loss may not depend on.
+
+    Args:
+        decay: returns the share of a weight that decay takes in each step; asked where some rest.
     """
 
-    def __init__(self):
+    def __init__(self, decay: Callable[[], float] = lambda: 0.0):
+        self._decay = decay
         self._skipped = 0
         self._had_gradients = False
+        self._heard: set[str] = set()  # networks that had a gradient
         self._first: dict[str, tuple[int, int]] = {}  # look and step at which a silence began
         self._looks = 0
         self._before: GradientReport | None = None
@@ -131,9 +156,12 @@ class Silence:
         skips, self._skipped = report.skipped_steps - self._skipped, report.skipped_steps
         norms, zeros = report.column("l2_norm"), report.column("zero_share")
         known = [path for path in weights if norms.get(path) or zeros.get(path)]
-        paths = [path for path in known if weights[path].is_matrix] or known
-        if skips or not paths:
+        if skips or not known:
             return None
+        self._heard |= {weights[path].network for path in known if norms[path]}
+        heard = self._heard and [x for x in known if weights[x].network in {*self._heard, ""}]
+        known = heard or known
+        paths = [path for path in known if weights[path].is_matrix] or known
         self._looks += 1
         before, self._before = self._before, report
         silent = [path for path in paths if not norms[path]]
@@ -141,8 +169,9 @@ class Silence:
         self._had_gradients |= len(silent) < len(paths)
         if arrived:
             silent = []
-        elif len(silent) < len(paths):
-            silent = [path for path in silent if not _was_moved(path, report, before)]
+        elif silent and len(silent) < len(paths):
+            decay = self._decay()
+            silent = [path for path in silent if not _was_moved(path, report, before, decay)]
         began = (self._looks, report.step)
         self._first = {path: self._first.get(path, began) for path in silent}
         long = [path for path in silent if self._is_long(path, report.step)]
@@ -156,14 +185,15 @@ class Silence:
         return self._looks - look + 1 >= _LOOKS and now - step >= _STEPS
 
 
-def _was_moved(path: str, report: GradientReport, before: GradientReport | None) -> bool:
+def _was_moved(
+    path: str, report: GradientReport, before: GradientReport | None, decay: float
+) -> bool:
     """Whether a weight has changed since the report before by more than its weight decay."""
     norm, last = report.weight_norm.get(path), before and before.weight_norm.get(path)
-    if not (norm and last and before) or norm == last:
+    if not (norm and last and before):
         return False
-    ratio = report.update_ratio.get(path)
-    decay = 0.0 if ratio is None else 10.0**ratio * (report.step - before.step)
-    return abs(norm - last) > 2 * decay * last
+    # Twice, for the learning rate may have been higher.
+    return abs(norm - last) > 2 * decay * (report.step - before.step) * last
 
 
 def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[str]:

@@ -9,7 +9,6 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import layers_of
-from kmp._keras.optimizer import steps_of
 from kmp._keras.training import state_of
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -22,7 +21,7 @@ class _Kept(NamedTuple):
     Attributes:
         variables: those that a skipped step must leave alone.
         values: their values.
-        counter: int[], what tells a skipped step; see `_skip_counter`.
+        counter: int[] or float[], what tells a skipped step; see `_skip_counter`.
         nonfinite_losses: int32[], the tracker's.
         scale: the state of the loss scale, if the optimizer must be told of the loss.
     """
@@ -63,8 +62,7 @@ def protected_step(
         return _Kept(variables, values, counter, losses, scale)
 
     def after(kept: _Kept, logs: Any) -> Any:
-        stays = ops.equal(_skip_counter(optimizer).value, kept.counter)
-        applied = stays if counts_skips else ops.logical_not(stays)
+        applied = ops.logical_not(_was_skipped(optimizer, kept.counter))
         _backend.keep_old_unless(applied, kept.variables, kept.values)
         if kept.scale is not None:
             nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
@@ -76,10 +74,22 @@ def protected_step(
 
 
 def _skip_counter(optimizer: Any) -> Variable:
-    """What a skipped step increments; with Keras's own optimizer, what an applied one does."""
+    """What a skipped step increments; with Keras's own optimizer, the scale, which it halves."""
     if isinstance(optimizer, LossScaleOptimizer):
         return optimizer.skipped_steps
-    return steps_of(optimizer.inner_optimizer)
+    return optimizer.dynamic_scale
+
+
+def _was_skipped(optimizer: Any, before: Tensor) -> Tensor:
+    """bool[]: whether the step was skipped. An optimizer that does not step at all skips nothing:
+
+    in mixed float16 Keras makes one that scales the loss of what `compile` has without an argument,
+    and a GAN steps others.
+    """
+    now = _skip_counter(optimizer).value
+    if isinstance(optimizer, LossScaleOptimizer):
+        return ops.greater(now, before)
+    return ops.logical_or(ops.less(now, before), ops.equal(now, 0.0))  # half of 0 is 0
 
 
 def _present_logs(model: Any, logs: Any) -> Any:

@@ -201,6 +201,13 @@ def test_vanishing_and_exploding_gradients_are_named(factor, message):
         model.fit(x, y, sample_weight=np.full(len(x), factor), verbose=0, callbacks=[watch])
 
 
+def test_a_batch_without_any_gradient_is_no_alarm(recwarn):
+    """Weights of samples that are zero, or a hinge loss that is satisfied."""
+    watch, (x, y) = kmp.callbacks.GradientHealth(update_freq=4), data()
+    linear_model().fit(x, y, sample_weight=np.zeros(len(x)), verbose=0, callbacks=[watch])
+    assert not [w for w in recwarn if "gradient norm" in str(w.message)]
+
+
 # Keras's JAX trainer refuses any optimizer whose variables were frozen after its build.
 @pytest.mark.parametrize("what", ["unused", "frozen"] if BACKEND != "jax" else ["unused"])
 def test_a_variable_without_gradient_is_not_called_vanishing(what):

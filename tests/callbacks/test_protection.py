@@ -362,6 +362,33 @@ def test_a_copy_is_a_model_of_keras_own(how):
     assert np.isfinite(fit(model, [], poisoned=[2])["loss"]).all()
 
 
+class Parts(keras.Model):
+    """Whose class has no `build`, and a layer that nothing calls if it is told to have one."""
+
+    def __init__(self, first, unused=False):
+        super().__init__()
+        self.first, self.last = first, keras.layers.Dense(1)
+        self.unused = keras.layers.Dense(1) if unused else None
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.filterwarnings("ignore:.build.* was called", "ignore:Gradients do not exist")
+@pytest.mark.parametrize("kind", ["by build", "with a built part", "with an unused layer"])
+def test_models_that_are_marked_as_built_before_their_layers_are(kind):
+    first = keras.Sequential([keras.layers.Dense(3)])
+    if kind != "by build":
+        first.build((None, 2))
+    model = Parts(first, unused="unused" in kind)
+    model(data()[0][:4]) if "unused" in kind else model.build((None, 2))
+    assert model.built
+    model.compile(kmp.scaled("sgd", learning_rate=RATE), "mse")
+    history = fit(model, [GradientHealth()], poisoned=[0, 2])
+    assert history["skipped_steps"] == [2] and np.isfinite(history["loss"]).all()
+    assert int(model.optimizer.iterations) == 10 and len(model.optimizer.variable_paths) == 4
+
+
 def test_train_on_batch_is_protected_too():
     model = stateful_model()
     model.optimizer.build(model.trainable_variables)
@@ -397,6 +424,54 @@ def test_keras_own_loss_scaling_is_protected_too():
         run = model.fit(x[:4], y[:4], verbose=0)
     assert np.isfinite(run.history["loss"]).all()
     assert_same(before, state(model))
+
+
+class StepsAnother(keras.Model):
+    """As a GAN: what `compile` makes for its own optimizer never steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        self.parts.build((None, 2))
+        self.other = kmp.scaled("sgd", learning_rate=RATE)
+        self.other.build(self.parts.trainable_variables)
+
+    def call(self, x, training=False):
+        return self.parts(x, training=training)
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                scaled = self.other.scale_loss(loss)
+            self.other.apply(tape.gradient(scaled, weights), weights)
+        else:
+            self.zero_grad()
+            loss = self.compute_loss(x, y, self(x, training=True))
+            self.other.scale_loss(loss).backward()
+            self.other.apply([v.value.grad for v in weights], weights)
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result()}
+
+
+@pytest.mark.only("tensorflow", "torch")  # JAX's train step is another
+def test_an_optimizer_that_does_not_step_skips_nothing():
+    keras.config.set_dtype_policy("mixed_float16")
+    found = []
+    for watches in ([], [TerminateOnNaN()]):
+        keras.utils.set_random_seed(0)
+        model = StepsAnother()
+        model.compile(loss="mse")
+        assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+        found.append((fit(model, watches)["loss"], model.get_weights()))
+    (loss, weights), (watched_loss, watched_weights) = found
+    np.testing.assert_allclose(watched_loss, loss, rtol=1e-6)
+    for one, other in zip(watched_weights, weights, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_loss_that_is_not_finite_but_applied_is_reported():

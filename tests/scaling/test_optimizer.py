@@ -1,6 +1,7 @@
 """Making the optimizer: what `scaled` takes and refuses, what is forwarded, what is configured."""
 
 import copy
+import pickle
 
 import keras
 import numpy as np
@@ -33,6 +34,44 @@ def test_scaled_takes_what_keras_takes(given):
     assert float(number(result.learning_rate)) == 0.5
     assert result.inner_optimizer.beta_1 == 0.25
     assert result.loss_scale == kmp.DynamicLossScale()
+
+
+@keras.saving.register_keras_serializable(package="a_program")
+class Momentum(k.Optimizer):
+    """As programs write their own: slots by hand, and a correction by `iterations`."""
+
+    def build(self, variables):
+        if not self.built:
+            super().build(variables)
+            self.means = [self.add_variable_from_reference(v, "mean") for v in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        mean = self.means[self._get_variable_index(variable)]
+        self.assign(mean, 0.5 * mean + 0.5 * gradient)
+        share = 1 - ops.power(0.5, ops.cast(self.iterations + 1, variable.dtype))
+        self.assign_sub(variable, ops.cast(learning_rate, variable.dtype) * mean / share)
+
+
+def test_an_optimizer_that_a_program_has_registered(tmp_path):
+    def trained(optimizer):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+        model.fit(np.eye(2, dtype="float32"), np.ones((2, 1)), epochs=3, verbose=0)
+        return model
+
+    model, plain = trained(kmp.scaled(Momentum(0.1))), trained(Momentum(0.1))
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(again.optimizer.inner_optimizer) is Momentum
+    unbuilt = pickle.loads(pickle.dumps(kmp.scaled(Momentum(0.1))))
+    assert type(unbuilt.inner_optimizer) is Momentum
+    for found in (model, again):
+        for one, other in zip(found.get_weights(), plain.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+    pairs = zip(model.optimizer.variables, again.optimizer.variables, strict=True)
+    for one, other in pairs:
+        np.testing.assert_array_equal(ops.convert_to_numpy(one), ops.convert_to_numpy(other))
 
 
 def test_scaled_wraps_the_very_instance():
