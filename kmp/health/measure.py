@@ -6,6 +6,7 @@ they stay on the device until `kmp.health.report` reads them.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -53,7 +54,7 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
     table = reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
     present = {i for part in parts for i in part.members}
     whole = [float(n if i in present else 0) for i, n in enumerate(sizes)]
-    return _levels(table, ops.convert_to_tensor(whole, "float32"))
+    return _levels(table, _backend.constant(np.array(whole, "float32")))
 
 
 @_backend.compiled
@@ -66,6 +67,12 @@ def _levels(table: Tensor, whole: Tensor) -> Tensor:
     squares, max_abs, nonzero, nonfinite = (table[:, i] for i in range(4))
     zero_share = (whole - nonzero) / ops.maximum(whole, 1.0)
     return ops.stack([ops.sqrt(squares), max_abs, zero_share, nonfinite], axis=1)
+
+
+@_backend.compiled
+def nonfinite_of(levels: Tensor) -> Tensor:
+    """float32[num_variables]: how many numbers of each gradient are not finite."""
+    return levels[:, NONFINITE]
 
 
 def _look_at_levels(values: Tensor) -> Columns:
@@ -177,9 +184,10 @@ def mark_loss(events: Tensor, nonfinite: Tensor) -> Tensor:
     return ops.where(nonfinite, events * ops.convert_to_tensor(mark), events)
 
 
-@_backend.compiled
 def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]:
     """Tell whether to measure this step, leaving aside whether its gradients overflow.
+
+    It takes tensors, or arrays that the host has read.
 
     Args:
         step: int32[], counted from 1.
@@ -190,10 +198,15 @@ def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]
     Returns:
         bool[], whether to measure the levels; bool[], whether to measure the details.
     """
-    interval = ops.where(ops.equal(sampling[0], 0), INTERVAL, sampling[0])
+    interval = sampling[0]
+    interval = interval + INTERVAL * _as_int(interval == 0)
     sampled = (step % interval == 0) | (step == sampling[1])
-    after_overflow = ops.cast(events[0, EVENT_COLUMNS.index("step")], "int32") == step - 1
+    after_overflow = _as_int(events[0, EVENT_COLUMNS.index("step")]) == step - 1
     return sampled | (step <= FIRST_STEPS) | after_overflow, sampled
+
+
+def _as_int(x: Any) -> Any:
+    return x.astype("int32") if isinstance(x, np.generic) else ops.cast(x, "int32")
 
 
 @_backend.compiled

@@ -86,7 +86,7 @@ def gather(
 @functools.partial(_backend.compiled, static=(0,))
 def _as_rows(size: int, tensors: Sequence[Tensor]) -> Tensor:
     # TensorFlow does not know the size of every gradient while it traces.
-    return ops.stack([ops.reshape(x, (size,)) for x in tensors])
+    return ops.stack([x if x.shape == (size,) else ops.reshape(x, (size,)) for x in tensors])
 
 
 def reduce_parts(
@@ -119,8 +119,12 @@ def reduce_parts(
             found.append(_reduced(kind, look, some))
     if not found:
         found.append(look(ops.zeros((1,))))
-    columns = [ops.concatenate(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True)]
-    return in_rows(join(tuple(columns)), order, number)
+    return in_rows(join(_joined(found) if len(found) > 1 else found[0]), order, number)
+
+
+@_backend.compiled
+def _joined(found: Sequence[Columns]) -> Columns:
+    return tuple(ops.concatenate(x) for x in zip(*found, strict=True))
 
 
 def in_rows(found: Tensor, order: Sequence[int], number: int) -> Tensor:

@@ -38,12 +38,12 @@ class Telemetry:
     @property
     def levels(self) -> Tensor:
         """float32[rows, 4]: the levels of the last measured step."""
-        return ops.convert_to_tensor(self.health)[:, : measure.OVERFLOW_STEPS]
+        return _backend.read(None, [self.health])[0][:, : measure.OVERFLOW_STEPS]
 
-    def due(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """bool[] and bool[]: whether the step of this number measures levels, and details."""
-        sampling, events = map(ops.convert_to_tensor, (self.sampling, self.events))
-        return measure.due(step, sampling, events)
+    @property
+    def cadence(self) -> list[Tensor]:
+        """What `measure.due` takes beside the number of the step: `sampling` and `events`."""
+        return _backend.read(None, [self.sampling, self.events])
 
     def sample(self, update_freq: Any, and_at: int) -> None:
         """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""
@@ -59,7 +59,7 @@ class Telemetry:
         scale: Tensor,
         weights: Callable[[], Sequence[Tensor]],
     ) -> None:
-        """Write down what a step has seen.
+        """Write down what a step has seen, if its levels are due; else all would stay as it is.
 
         Args:
             plan: the optimizer's plan.
@@ -68,10 +68,10 @@ class Telemetry:
             scale: float32[], the scale that its loss was multiplied with.
             weights: returns the values of the variables after the update.
         """
-        if not _backend.may_be(seen.due_levels):
-            return  # all would stay as it is
-        events = ops.convert_to_tensor(self.events)
-        self.events.assign(measure.add_event(events, step, scale, seen.blamed, seen.loss_finite))
+        if not _backend.known(seen.finite):
+            blamed = seen.blamed or measure.blame(seen.nonfinite)
+            events = ops.convert_to_tensor(self.events)
+            self.events.assign(measure.add_event(events, step, scale, blamed, seen.loss_finite))
         previous = ops.convert_to_tensor(self.health)
         self.health.assign(measure.accumulate(seen.levels, seen.nonfinite, previous))
         due_levels, due_details = seen.due_levels, seen.due_details
