@@ -323,7 +323,7 @@ def test_autograph_does_not_rewrite_the_step(monkeypatch):
     step_of(optimizer, variable)(tf.constant(0.25))
     (files,) = stacks
     assert any("__autograph_generated_file" in file for file in files)  # the loop was converted
-    assert files[-2].endswith("kmp/health/plan.py")  # which called `spy`
+    assert files[-2].endswith("kmp/health/telemetry.py")  # which called `spy`
 
 
 def test_the_stateless_scale_is_the_one_in_the_given_state():

@@ -107,8 +107,8 @@ def segment_sum(values: Tensor, keys: Tensor, number: int) -> Tensor:
     return ops.segment_sum(values, keys, num_segments=number)
 
 
-def may_be(flag: Tensor) -> bool:
-    return True
+def known(flag: Tensor) -> bool | None:
+    return None
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:

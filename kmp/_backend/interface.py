@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Tree, Variable
+from kmp._backend.types import Device, DeviceMemory, Due, Gradient, Tensor, Tree, Variable
 
 
 class Backend(Protocol):
@@ -96,24 +96,24 @@ class Backend(Protocol):
     # ---- The step ------------------------------------------------------------------------------
 
     def flags(
-        self, number: Tensor, loss_nonfinite: Tensor, due: tuple[Tensor, ...] | None
+        self, number: Tensor, loss_nonfinite: Tensor, due: Due | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
         """Turn counts into the flags that the rest of the step acts on.
 
         Args:
-            number: int32[], how many gradients are not finite.
+            number: above 0 if gradients are not finite.
             loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-            due: more flags, bool[] each, or None; handed on.
+            due: makes more flags of `tensors`, float32 and int32, or of what the host read of them.
 
         Returns:
-            bool[], gradients finite; bool[], loss finite; `due`.
+            bool[], gradients finite; bool[], loss finite; what `due` returns.
         """
 
     def after(self, finite: Tensor, sample: Tensor) -> Tensor:
         """`finite`, but known only once `sample` is, so that nothing is updated before."""
 
-    def may_be(self, flag: Tensor) -> bool:
-        """False if the host knows that a flag from `flags` is false; True otherwise."""
+    def known(self, flag: Tensor) -> bool | None:
+        """A flag, if it has come to the host; None on a device, or while it is being traced."""
 
     def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
         """`compute()` if `pred`, else `otherwise`; neither writes anything."""
@@ -137,8 +137,8 @@ class Backend(Protocol):
             ValueError: on TensorFlow, in the cross-replica context of a strategy.
         """
 
-    def note_loss(self, variable: Variable, nonfinite: Tensor) -> None:
-        """Remember until the next step that a loss was not finite, where that is possible.
+    def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
+        """Remember until the next step if a loss is not finite, where that is possible.
 
         Not on JAX, which scales the loss in a pure function, nor where replicas have a loss each.
         """

@@ -146,7 +146,7 @@ def _sampled(values: Gradient, cut: Cut, target: str) -> Tensor:
         others = [axis for axis in range(len(cut.shape)) if axis not in cut.split]
         found = ops.transpose(found, [*cut.split, *others])
     # A sparse gradient's number of rows is only known at run time.
-    return ops.reshape(found, cut.of_sample)
+    return found if found.shape == cut.of_sample else ops.reshape(found, cut.of_sample)
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from kmp import _backend
@@ -93,7 +94,7 @@ def gather(
 @functools.partial(_backend.compiled, static=(0,))
 def _as_rows(size: int, tensors: Sequence[Tensor]) -> Tensor:
     # TensorFlow does not know the size of every gradient while it traces.
-    return ops.stack([ops.reshape(x, (size,)) for x in tensors])
+    return ops.stack([x if x.shape == (size,) else ops.reshape(x, (size,)) for x in tensors])
 
 
 def _reduce_parts(
@@ -126,8 +127,12 @@ def _reduce_parts(
             found.append(_reduced(kind, look, some))
     if not found:
         found.append(look(ops.zeros((1,))))
-    columns = [ops.concatenate(x) if len(found) > 1 else x[0] for x in zip(*found, strict=True)]
-    return _in_rows(join(tuple(columns)), order, number)
+    return _in_rows(join(_joined(found) if len(found) > 1 else found[0]), order, number)
+
+
+@_backend.compiled
+def _joined(found: Sequence[Columns]) -> Columns:
+    return tuple(ops.concatenate(x) for x in zip(*found, strict=True))
 
 
 def _in_rows(found: Tensor, order: Sequence[int], number: int) -> Tensor:
@@ -197,7 +202,7 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
     table = _reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
     present = {i for part in parts for i in part.members}
     whole = [float(n if i in present else 0) for i, n in enumerate(sizes)]
-    return _levels(table, ops.convert_to_tensor(whole, "float32"))
+    return _levels(table, _backend.constant(np.array(whole, "float32")))
 
 
 @_backend.compiled
@@ -210,6 +215,12 @@ def _levels(table: Tensor, whole: Tensor) -> Tensor:
     squares, max_abs, nonzero, nonfinite = (table[:, i] for i in range(4))
     zero_share = (whole - nonzero) / ops.maximum(whole, 1.0)
     return ops.stack([ops.sqrt(squares), max_abs, zero_share, nonfinite], axis=1)
+
+
+@_backend.compiled
+def nonfinite_of(levels: Tensor) -> Tensor:
+    """float32[num_variables]: how many numbers of each gradient are not finite."""
+    return levels[:, NONFINITE]
 
 
 def _look_at_levels(values: Tensor) -> Columns:

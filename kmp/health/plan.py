@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from kmp import _backend
-from kmp._backend.types import Gradient, Tensor
+from kmp._backend.types import Due, Gradient, Tensor
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, Part, gather
 
@@ -68,7 +68,7 @@ class Look(NamedTuple):
         finite: bool[], whether all gradients are finite.
         loss_finite: bool[], False if the loss is known not to be finite.
         nonfinite: float32[num_variables], above 0 where a gradient is not finite.
-        blamed: int32[] and int32[], from `measure.blame`.
+        blamed: int32[] and int32[], from `measure.blame`; None where nobody has asked yet.
         due_levels: bool[], whether this step measures levels; None if nothing is measured.
         due_details: bool[], whether this step measures details; None if nothing is measured.
         levels: float32[num_variables, 4], from `measure.measure`, possibly of an earlier step.
@@ -80,7 +80,7 @@ class Look(NamedTuple):
     finite: Tensor
     loss_finite: Tensor
     nonfinite: Tensor
-    blamed: tuple[Tensor, Tensor]
+    blamed: tuple[Tensor, Tensor] | None
     due_levels: Tensor | None = None
     due_details: Tensor | None = None
     levels: Tensor | None = None
@@ -155,7 +155,7 @@ def look(
     divide: Divide,
     scale: Sequence[Tensor],
     loss_nonfinite: Tensor,
-    due: tuple[Tensor, Tensor] | None,
+    cadence: tuple[Due, Sequence[Tensor]] | None,
     previous: Tensor | None,
 ) -> Look:
     """Look at the gradients of a step: are they all finite, and how large are they?
@@ -166,13 +166,16 @@ def look(
         divide: divides parts by the loss scale.
         scale: the loss scale, as `divide` takes it.
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-        due: bool[] and bool[], from `telemetry.due`, whether to measure levels and details; None if
-            nothing is measured.
+        cadence: what tells whether levels and details are due, and what that takes, from
+            `Telemetry.cadence`; None if nothing is measured.
         previous: float32[num_variables, 4], the levels of the last measured step.
     """
     nonfinite, levels = _check(plan, parts, divide, scale)
-    blamed = measure.blame(nonfinite)
-    finite, loss_finite, flags = _backend.flags(blamed[0], loss_nonfinite, due)
+    # Outside XLA the few steps that overflow ask for the culprit; the others need only a number.
+    blamed = measure.blame(nonfinite) if _backend.inside_xla() else None
+    (number,) = blamed[:1] if blamed else _backend.reduce_columns((nonfinite,), (0,))
+    due, tensors = cadence or (None, ())
+    finite, loss_finite, flags = _backend.flags(number, loss_nonfinite, due, *tensors)
     largest = None
     if plan.max_abs:
         largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
@@ -200,7 +203,7 @@ def _check(
             nonfinite = measure.find_nonfinite(others, number, together=way.together)
             return nonfinite, ops.zeros((number, len(LEVELS)), "float32")
         levels = _levels(plan, always, target)
-        nonfinite = levels[:, measure.NONFINITE]
+        nonfinite = measure.nonfinite_of(levels)
         if others:
             found = measure.find_nonfinite(others, number, together=way.together)
             nonfinite = nonfinite + found
@@ -235,7 +238,7 @@ def _complete(
             true = divide(others, tensors[: len(scale)])
             return plan.of_gradients(levels + _levels(plan, true, target))
 
-        if others and way.branches:
+        if (others and way.branches) or _backend.known(due) is not None:
             return [_backend.compute_if(due, all_levels, previous)]
         return [ops.where(due, all_levels(), previous)]
 
@@ -290,4 +293,4 @@ def take_sample(
 
 
 def _refilled(parts: Sequence[Part], values: Sequence[Any]) -> list[Part]:
-    return [part._replace(values=x) for part, x in zip(parts, values, strict=True)]
+    return [Part(x, *part[1:]) for part, x in zip(parts, values, strict=True)]

@@ -11,9 +11,9 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._backend.types import Tensor, Variable
+from kmp._backend.types import Due, Tensor, Variable
 from kmp._common import whole_number
-from kmp.health import details
+from kmp.health import details, measure
 from kmp.health.measure import LEVELS, NONFINITE
 from kmp.health.plan import Look, MeasurePlan
 
@@ -55,12 +55,11 @@ class Telemetry:
     @property
     def levels(self) -> Tensor:
         """float32[rows, 4]: the levels of the last measured step."""
-        return ops.convert_to_tensor(self.health)[:, :OVERFLOW_STEPS]
+        return _backend.read(None, [self.health])[0][:, :OVERFLOW_STEPS]
 
-    def due(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """bool[] and bool[]: whether the step of this number measures levels, and details."""
-        sampling, events = map(ops.convert_to_tensor, (self.sampling, self.events))
-        return due(step, sampling, events)
+    def cadence(self, step: Tensor) -> tuple[Due, list[Tensor]]:
+        """What tells whether the step of this number is measured: `due`, and what that takes."""
+        return due, [step, *_backend.read(None, [self.sampling, self.events])]
 
     def sample(self, update_freq: Any, and_at: int) -> None:
         """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""
@@ -76,7 +75,7 @@ class Telemetry:
         scale: Tensor,
         weights: Callable[[], Sequence[Tensor]],
     ) -> None:
-        """Write down what a step has seen.
+        """Write down what a step has seen, if its levels are due; else all would stay as it is.
 
         Args:
             plan: the optimizer's plan.
@@ -85,10 +84,10 @@ class Telemetry:
             scale: float32[], the scale that its loss was multiplied with.
             weights: returns the values of the variables after the update.
         """
-        if not _backend.may_be(seen.due_levels):
-            return  # all would stay as it is
-        events = ops.convert_to_tensor(self.events)
-        self.events.assign(add_event(events, step, scale, seen.blamed, seen.loss_finite))
+        if not _backend.known(seen.finite):
+            blamed = seen.blamed or measure.blame(seen.nonfinite)
+            events = ops.convert_to_tensor(self.events)
+            self.events.assign(add_event(events, step, scale, blamed, seen.loss_finite))
         previous = ops.convert_to_tensor(self.health)
         self.health.assign(accumulate(seen.levels, seen.nonfinite, previous))
         due_levels, due_details = seen.due_levels, seen.due_details
@@ -181,8 +180,16 @@ def add_event(
 
 
 @_backend.compiled
+def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:
+    """int32[4]: `sampling` with this step as the last with levels, or with details, if it is."""
+    last = [ops.where(levels, step, sampling[2]), ops.where(details, step, sampling[3])]
+    return ops.concatenate([sampling[:2], ops.stack(last)])
+
+
 def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]:
     """Tell whether to measure this step, leaving aside whether its gradients overflow.
+
+    It takes tensors, or arrays that the host has read.
 
     Args:
         step: int32[], counted from 1.
@@ -193,14 +200,12 @@ def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]
     Returns:
         bool[], whether to measure the levels; bool[], whether to measure the details.
     """
-    interval = ops.where(ops.equal(sampling[0], 0), INTERVAL, sampling[0])
+    interval = sampling[0]
+    interval = interval + INTERVAL * _as_int(interval == 0)
     sampled = (step % interval == 0) | (step == sampling[1])
-    after_overflow = ops.cast(events[0, EVENT_COLUMNS.index("step")], "int32") == step - 1
+    after_overflow = _as_int(events[0, EVENT_COLUMNS.index("step")]) == step - 1
     return sampled | (step <= FIRST_STEPS) | after_overflow, sampled
 
 
-@_backend.compiled
-def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:
-    """int32[4]: `sampling` with this step as the last with levels, or with details, if it is."""
-    last = [ops.where(levels, step, sampling[2]), ops.where(details, step, sampling[3])]
-    return ops.concatenate([sampling[:2], ops.stack(last)])
+def _as_int(x: Any) -> Any:
+    return x.astype("int32") if isinstance(x, np.generic) else ops.cast(x, "int32")

@@ -149,7 +149,8 @@ def all_finite(tree: Tree) -> Tensor:
     floats = [x for x in floats if 0 not in x.shape]
     if not floats:
         return ops.convert_to_tensor(True, "bool")
-    return ops.all(_backend.are_finite(floats))
+    found = _backend.are_finite(floats)
+    return found[0] if len(floats) == 1 else ops.all(found)
 
 
 def max_abs(tree: Tree) -> Tensor:
@@ -216,6 +217,15 @@ def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
         return None if a is None else ops.where(pred, a, b)
 
     return keras.tree.map_structure(choose, on_true, on_false)
+
+
+def either(flag: Tensor, value: Any, otherwise: Any) -> Any:
+    """One of two float32 scalars, or Python floats, without a select if the host knows the flag."""
+    known = _backend.known(flag)
+    if known is not None:
+        return value if known else otherwise
+    # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
+    return ops.where(flag, *(ops.convert_to_tensor(x, "float32") for x in (value, otherwise)))
 
 
 def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree:

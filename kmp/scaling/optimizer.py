@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
@@ -178,7 +177,7 @@ class LossScaleOptimizer(WrapsInner):
         if not self.built:
             return self.loss_scale.scale(loss, self.loss_scale.init())
         counters = self.scaled_step.counters
-        _backend.note_loss(counters.loss_nonfinite, ops.logical_not(all_finite(loss)))
+        _backend.note_loss(counters.loss_nonfinite, functools.partial(all_finite, loss))
         return self.loss_scale.scale(loss, counters.state)
 
     def apply(

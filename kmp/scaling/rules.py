@@ -16,7 +16,7 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Tensor, Tree
 from kmp._common import check_factors, check_scales, is_number, number, scale_number, whole_number
-from kmp.precision.trees import multiply
+from kmp.precision.trees import either, multiply
 
 
 class ScaleState(NamedTuple):
@@ -276,8 +276,8 @@ def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
     finite = ops.cast(finite, "bool")
     return ScaleState(
         scale=ops.convert_to_tensor(state.scale, "float32"),
-        finite_steps=_zero_unless(finite, ops.add(state.finite_steps, 1)),
-        overflows=_zero_unless(~finite, ops.add(state.overflows, 1)),
+        finite_steps=_zero_unless(finite, ops.convert_to_tensor(state.finite_steps) + 1),
+        overflows=_zero_unless(~finite, ops.convert_to_tensor(state.overflows) + 1),
     )
 
 
@@ -286,9 +286,8 @@ def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> 
     counted = _counted(state, finite)
     growth_interval, hysteresis, min_scale, max_scale = limits
     grow, back_off = counted.finite_steps >= growth_interval, counted.overflows >= hysteresis
-    # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
-    growth, backoff, one = (ops.convert_to_tensor(x, "float32") for x in factors)
-    factor = ops.where(grow, growth, ops.where(back_off, backoff, one))
+    growth, backoff, one = factors
+    factor = either(grow, growth, either(back_off, backoff, one))
     return ScaleState(
         scale=ops.clip(counted.scale * factor, min_scale, max_scale),
         finite_steps=_zero_unless(~grow, counted.finite_steps),
@@ -297,4 +296,5 @@ def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> 
 
 
 def _zero_unless(kept: Tensor, count: Tensor) -> Tensor:
-    return count * ops.cast(kept, count.dtype)
+    known = _backend.known(kept)
+    return count if known else count * (ops.cast(kept, count.dtype) if known is None else 0)

@@ -47,16 +47,12 @@ class Counters:
     @property
     def state(self) -> ScaleState:
         """What the rule's `next` takes."""
-        return ScaleState(
-            ops.convert_to_tensor(self.scale),
-            ops.convert_to_tensor(self.finite_steps),
-            ops.convert_to_tensor(self.overflows),
-        )
+        return ScaleState(*_backend.read(None, [self.scale, self.finite_steps, self.overflows]))
 
     @property
     def step_number(self) -> Tensor:
         """int32[]: the number of the present step, counted from 1."""
-        return ops.cast(ops.convert_to_tensor(self.steps), "int32") + 1
+        return ops.cast(_backend.read(None, [self.steps])[0], "int32") + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +101,7 @@ class ScaledStep:
         true = replicas.on_each(functools.partial(self._divided, rule, kinds), scaled)
         rows = self._rows(replicas.local(scaled), places)
         seen = self._look(rule, rows, self._rows(replicas.local(true), places))
-        if self.telemetry is not None and measures_details:
+        if measures_details and _backend.known(seen.due_details) is not False:
             seen = take_sample(self.plan, seen, self._parts(rows), self._weights())
         applies = seen.finite
         if self.window is not None:
@@ -137,7 +133,7 @@ class ScaledStep:
         """Look at the gradients before anything is written."""
         gradients, divide = true, _as_they_are
         scale: Sequence[Tensor] = ()
-        if _backend.inside_xla():
+        if _backend.inside_xla() and not _backend.is_concrete(self.counters.state.scale):
             # XLA divides while it updates, and again here: the true gradients are never in memory.
             gradients, divide = scaled, functools.partial(_divided_parts, rule)
             scale = self.counters.state
@@ -147,7 +143,7 @@ class ScaledStep:
             divide,
             scale,
             ops.convert_to_tensor(self.counters.loss_nonfinite),
-            self.telemetry.due(self.counters.step_number) if self.telemetry else None,
+            self.telemetry.cadence(self.counters.step_number) if self.telemetry else None,
             self.telemetry and self.telemetry.levels,
         )
 
@@ -164,16 +160,18 @@ class ScaledStep:
         counters, before = self.counters, self.counters.state
         largest = () if seen.max_abs is None else (seen.max_abs,)
         after = rule.next(before, seen.finite, *largest)
-        if self.telemetry is not None:
+        if self.telemetry is not None and _backend.known(seen.due_levels) is not False:
             step = counters.step_number
             self.telemetry.record(self.plan, seen, step, before.scale, self._weights)
         self._set_scale(before, after, ~(seen.finite | seen.loss_finite))
         counters.overflows.assign(after.overflows)
-        counters.skipped_steps.assign_add(ops.cast(~applied, "int32"))
+        if not _backend.known(applied):
+            counters.skipped_steps.assign_add(ops.cast(~applied, "int32"))
         # This is 1, but known only with the verdict. At the end of data of unknown length
         # TensorFlow's loop runs a step without data, in which a plain 1 would be counted.
-        counters.steps.assign_add(ops.where(seen.finite, 1, 1))
-        if _backend.may_be(~seen.loss_finite):
+        known = _backend.known(seen.finite) is not None
+        counters.steps.assign_add(1 if known else ops.where(seen.finite, 1, 1))
+        if not _backend.known(seen.loss_finite):
             counters.loss_nonfinite.assign(ops.zeros((), "float32"))
         if self.window is not None:
             self.window.record(seen.finite)
@@ -181,11 +179,11 @@ class ScaledStep:
     def _set_scale(self, before: ScaleState, after: ScaleState, nonfinite: Tensor) -> None:
         """Move the scale, unless a loss was `nonfinite`: against that no scale helps."""
         scale, steps = after.scale, after.finite_steps
-        if _backend.may_be(nonfinite):
+        if _backend.known(nonfinite) is not False:
             scale = ops.where(nonfinite, before.scale, scale)
             steps = ops.where(nonfinite, ops.minimum(before.finite_steps, steps), steps)
         self.counters.scale.assign(scale)
-        self.counters.finite_steps.assign(ops.cast(steps, self.counters.finite_steps.dtype))
+        self.counters.finite_steps.assign(steps)
 
     def _rows(self, gradients: list[Gradient], places: Sequence[int]) -> list[Gradient]:
         """The gradient, or None, of each variable that the optimizer was built with."""

@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from keras import ops
 
 from kmp._backend import default
-from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
+from kmp._backend.types import Device, DeviceMemory, Due, Gradient, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
@@ -27,24 +27,34 @@ def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
 
 
 def flags(
-    number: Tensor, loss_nonfinite: Tensor, due: tuple[Tensor, ...] | None
+    number: Tensor, loss_nonfinite: Tensor, due: Due | None, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
     # The barrier keeps XLA from copying the reductions of all gradients into each masked update,
     # with which the compile time would grow as the square of the number of variables. The CPU
     # compiler removes it too early, but does not copy a reduction of two results, which `number`
-    # comes from.
+    # comes from. What is not compiled is read by the host in any case, which then acts on it.
+    read = (number, loss_nonfinite, tensors)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(read)):
+        number, loss_nonfinite, tensors = jax.device_get(read)
+        return number == 0, loss_nonfinite == 0, due and due(*tensors)
     finite = jax.lax.optimization_barrier(number) == 0
-    return finite, loss_nonfinite == 0, due
+    return finite, loss_nonfinite == 0, due and due(*tensors)
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:
     # By a dot product, which XLA's CPU compiler copies into no update.
+    if known(finite) is not None:
+        return finite
     flags = jnp.stack([jnp.logical_not(finite), jnp.dot(sample, sample) < 0])
     flags = flags.astype("float32")
     return jax.lax.optimization_barrier(jnp.dot(flags, flags)) == 0
 
 
-def note_loss(variable: Variable, nonfinite: Tensor) -> None:
+def known(flag: Tensor) -> bool | None:
+    return None if isinstance(flag, jax.core.Tracer) else bool(flag)
+
+
+def note_loss(variable: Variable, is_finite: Callable[[], Tensor]) -> None:
     """The loss is scaled inside the differentiated function, which is pure."""
 
 
@@ -75,7 +85,7 @@ def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> 
 
 
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-    if not isinstance(pred, jax.core.Tracer):
+    if known(pred) is not None:
         return compute() if pred else otherwise
     return jax.lax.cond(pred, compute, lambda: otherwise)
 

@@ -9,8 +9,7 @@ from kmp._backend.default import (
     constant,
     from_host,
     hash_bits,
-    may_be,
-    read,
+    known,
     segment_sum,
     settle,
     to_host,
@@ -39,6 +38,7 @@ from kmp._backend.tensorflow.core import (
     note_loss,
     per_target,
     platform,
+    read,
     reduce_columns,
     run_step,
 )

@@ -15,7 +15,7 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 from kmp._backend import default
 from kmp._backend.tensorflow.distribute import keep_old_values, step_on_replicas
 from kmp._backend.tensorflow.masked import masked_assignments
-from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
+from kmp._backend.types import Device, DeviceMemory, Due, Gradient, Tensor, Variable
 
 
 def inside_xla() -> bool:
@@ -104,13 +104,13 @@ def are_dense(gradients: Sequence[Gradient]) -> list[bool]:
 
 
 def flags(
-    number: Tensor, loss_nonfinite: Tensor, due: tuple[Tensor, ...] | None
+    number: Tensor, loss_nonfinite: Tensor, due: Due | None, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
     # XLA would copy the reductions of all gradients into each of the selected updates. It does not
     # copy one of two results on CPUs, nor look through a barrier on accelerators.
     if inside_xla():
         (number,) = gen_xla_ops.xla_optimization_barrier([number])
-    return number == 0, loss_nonfinite == 0, due
+    return number == 0, loss_nonfinite == 0, due and due(*tensors)
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:
@@ -119,8 +119,9 @@ def after(finite: Tensor, sample: Tensor) -> Tensor:
     return tf.logical_and(finite, tf.logical_not(tf.tensordot(sample, sample, 1) < 0))
 
 
-def note_loss(variable: Variable, nonfinite: Tensor) -> None:
+def note_loss(variable: Variable, is_finite: Callable[[], Tensor]) -> None:
     if not tf.distribute.has_strategy():
+        nonfinite = tf.logical_not(is_finite())
         variable.assign(tf.maximum(variable.value, tf.cast(nonfinite, "float32")))
 
 
@@ -226,6 +227,10 @@ def _created_unnoticed(next_creator: Any, **arguments: Any) -> tf.Variable:
 def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
     # Read before anything that comes later in the program.
     return [tf.identity(v.value) for v in variables]
+
+
+def read(model: Any, variables: list[Variable]) -> list[Tensor]:
+    return [tf.convert_to_tensor(v.value) for v in variables]
 
 
 def keep_old_unless(applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]) -> None:

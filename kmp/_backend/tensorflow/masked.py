@@ -23,8 +23,9 @@ def masked_assignments(keep: Tensor, variables: list[Variable]) -> Iterator[None
     native = [v.value for v in variables]
     with replacing:
         for variable in native:
-            for name in _METHODS:
-                setattr(variable, name, _masked(variable, name, keep))
+            # All of them first: what is masked already would be masked twice.
+            masked = {name: _masked(variable, name, keep) for name in _METHODS}
+            vars(variable).update(masked)
         try:
             yield
         finally:
@@ -37,7 +38,7 @@ def _masked(variable: Any, name: str, keep: Tensor) -> Callable:
     change, assign = getattr(variable, name), variable.assign
 
     def dense(value, *args, **kwargs):
-        old = variable.read_value()
+        old = variable.value()  # `read_value` is a node more
         value = tf.cast(value, variable.dtype)
         if name == "assign_add":
             value = old + value

@@ -1,15 +1,17 @@
 """The PyTorch side of `kmp._backend`."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 from keras import ops
 
 from kmp._backend import default
-from kmp._backend.types import Device, DeviceMemory, Tensor, Variable
+from kmp._backend.types import Device, DeviceMemory, Due, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
@@ -46,13 +48,19 @@ def hash_bits(x: Tensor) -> Tensor:
 
 
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
-    # On GPUs in a kernel for many.
-    wide = (default.at_least_float32(x) for x in gradients)
-    tensors, factor = [ops.convert_to_tensor(x) for x in wide], ops.convert_to_tensor(factor)
+    # On GPUs in a kernel for many. (Keras's conversions take longer than the product.)
+    factor = ops.convert_to_tensor(factor)
+    tensors = [_at_least_float32(x).to(factor.device) for x in gradients]
     # torch.func's transformations, of which vmap gives gradients by example, know no foreach.
     if not tensors or torch._C._are_functorch_transforms_active():
         return [x * factor for x in tensors]
     return torch._foreach_mul(tensors, factor)
+
+
+def _at_least_float32(x: Any) -> Tensor:
+    if isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float64):
+        return x
+    return ops.convert_to_tensor(default.at_least_float32(x))
 
 
 def are_finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -61,32 +69,54 @@ def are_finite(tensors: Sequence[Tensor]) -> Tensor:
     # the extremes of many tensors are one kernel.
     # (Of float8 torch has next to no operators.)
     tensors = [x if x.element_size() > 1 else x.float() for x in tensors]
+    if len(tensors) == 1 and tensors[0].ndim == 0:  # a loss
+        return _isfinite(tensors[0])[None]
     return (_norms_are_finite if tensors[0].is_cuda else _extremes_are_finite)(tensors)
 
 
 def _norms_are_finite(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(list(tensors), math.inf)).isfinite()
+    return _isfinite(torch.stack(torch._foreach_norm(list(tensors), math.inf)))
 
 
 def _extremes_are_finite(tensors: Sequence[Tensor]) -> Tensor:
     extremes = [x for tensor in tensors for x in tensor.aminmax()]
-    return torch.stack(extremes).isfinite().reshape(-1, 2).all(dim=1)
+    return _isfinite(torch.stack(extremes)).view(-1, 2).all(dim=1)
+
+
+def _isfinite(x: Tensor) -> Tensor:
+    # Two operations of torch, where its `isfinite` is four. (A compiler may think `x - x` to be 0.)
+    return x.isfinite() if torch.compiler.is_compiling() else x - x == 0
 
 
 def flags(
-    number: Tensor, loss_nonfinite: Tensor, due: tuple[Tensor, ...] | None
+    number: Tensor, loss_nonfinite: Tensor, due: Due | None, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
-    # With `torch.distributed` initialised, they hold for all processes. All of them come to the
-    # host in one go, the one synchronisation of the step, as in PyTorch's own scaler. In a step
-    # that `torch.compile` compiles they stay on the device.
-    counts = [number.to(torch.float32), loss_nonfinite]
+    # With `torch.distributed` initialised, they hold for all processes. All that they are made of
+    # comes to the host in one go, the one synchronisation of the step, as in PyTorch's own scaler.
+    # In a step that `torch.compile` compiles they stay on the device.
+    counts = [number, loss_nonfinite]
     if _with_other_processes():
-        totals = torch.stack(counts)
+        totals = torch.stack([x.to(torch.float32) for x in counts])
         torch.distributed.all_reduce(totals, op=torch.distributed.ReduceOp.SUM)
         counts = list(totals)
-    stacked = torch.stack([*(x == 0 for x in counts), *(due or ())])
-    finite, loss_finite, *rest = stacked if torch.compiler.is_compiling() else stacked.cpu()
-    return finite, loss_finite, due and tuple(rest)
+    if torch.compiler.is_compiling():
+        return counts[0] == 0, counts[1] == 0, due and due(*tensors)
+    number, loss_nonfinite, *read = _on_host([*counts, *tensors])
+    flags = tuple(map(bool, due(*read))) if due else None
+    return torch.tensor(bool(number == 0)), bool(loss_nonfinite == 0), flags
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """Arrays of float32 and int32 tensors, brought in one transfer as the bits that they are."""
+    with torch.no_grad():
+        vectors = [x if x.dtype == torch.int32 else x.view(torch.int32) for x in tensors]
+        bits = torch.cat([x.view(-1) for x in vectors]).cpu().numpy()
+    ends = list(itertools.accumulate(x.numel() for x in tensors))
+    parts = [bits[end - x.numel() : end] for x, end in zip(tensors, ends, strict=True)]
+    return [
+        (part.view("float32") if x.is_floating_point() else part).reshape(x.shape)
+        for part, x in zip(parts, tensors, strict=True)
+    ]
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -108,13 +138,17 @@ def _with_other_processes() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def note_loss(variable: Variable, nonfinite: Tensor) -> None:
+def note_loss(variable: Variable, is_finite: Callable[[], Tensor]) -> None:
     with torch.no_grad():
-        variable.assign(torch.maximum(variable.value, nonfinite.to(torch.float32)))
+        variable.assign(variable.value.masked_fill(~is_finite(), 1.0))
 
 
-def may_be(flag: Tensor) -> bool:
-    return torch.compiler.is_compiling() or bool(flag)
+def known(flag: Tensor) -> bool | None:
+    if not isinstance(flag, torch.Tensor):
+        return bool(flag)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return None
+    return bool(flag) if flag.device.type == "cpu" else None
 
 
 def per_target(
