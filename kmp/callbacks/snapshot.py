@@ -8,7 +8,9 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Variable
+from kmp._keras.optimizer import inner_optimizer_of
 from kmp.precision.trees import all_finite
+from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.scaling.rules import DynamicLossScale
 
 
@@ -17,30 +19,40 @@ class Snapshot(NamedTuple):
 
     Attributes:
         step: the training step after which it was taken.
-        values: copies on the host of `training_state(model)`, in its order.
-        loss_scale: the loss scale then; 1.0 where nothing is scaled.
+        variables: `training_state(model)` then; an optimizer may have been built since.
+        values: copies of them on the host.
+        loss_scales: the loss scale of each of `optimizers_of(model)` then; 1.0 where nothing is
+            scaled.
     """
 
     step: int
+    variables: list[Variable]
     values: list[Any]
-    loss_scale: float
+    loss_scales: list[float]
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """The optimizer that `model` is compiled with, and those that its own train step has beside."""
+    found = [model.optimizer, *vars(model).values()]
+    found = [x for x in found if isinstance(x, keras.optimizers.Optimizer)]
+    return list({id(x): x for x in found}.values())
 
 
 def training_state(model: Any) -> list[Variable]:
-    """The variables that a rollback restores: weights, statistics, seeds, optimizer state.
+    """The variables that a rollback restores: weights, statistics, seeds, optimizers' state.
 
-    Excludes the loss scale and the optimizer's counters: a rollback does not undo history.
+    Excludes the loss scale and the optimizers' counters: a rollback does not undo history.
     """
-    optimizer = model.optimizer
     state = [*model.trainable_variables, *model.non_trainable_variables]
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return state + list(optimizer.variables)
+    return state + [v for optimizer in optimizers_of(model) for v in _state_of(optimizer)]
+
+
+def _state_of(optimizer: Any) -> list[Variable]:
+    if not _scales(optimizer):
+        return list(optimizer.variables)
     window = getattr(optimizer, "window", None)  # where accumulation stands goes with what it has
-    return (
-        state
-        + list(optimizer.inner_optimizer.variables)
-        + ([window.position, window.dropped] if window is not None else [])
-    )
+    positions = [] if window is None else [window.position, window.dropped]
+    return [*optimizer.inner_optimizer.variables, *positions]
 
 
 def constants_that_are_not_finite(model: Any) -> set[int]:
@@ -63,15 +75,16 @@ def take_snapshot(model: Any, step: int, meant: Collection[int] = ()) -> Snapsho
         step: the number of the step that was the last.
         meant: ids of the variables that need not be finite.
     """
-    optimizer = model.optimizer
-    scale = [optimizer.dynamic_scale] if _scales(optimizer) else []
-    state = training_state(model)
-    live = _backend.read(model, [*state, *scale])
-    loss_scale = _number(live.pop()) if scale else 1.0
+    state, optimizers = training_state(model), optimizers_of(model)
+    scales = [_scale_of(optimizer) for optimizer in optimizers]
+    live = _backend.read(model, [*state, *(x for x in scales if x is not None)])
     # Asked on the device: a process may hold a part only, and all have to come to one answer.
-    if not bool(all_finite([x for v, x in zip(state, live, strict=True) if id(v) not in meant])):
+    held = live[: len(state)]
+    if not bool(all_finite([x for v, x in zip(state, held, strict=True) if id(v) not in meant])):
         return None
-    return Snapshot(step, [_backend.to_host(x) for x in live], loss_scale)
+    found = iter(live[len(state) :])
+    loss_scales = [1.0 if x is None else _number(next(found)) for x in scales]
+    return Snapshot(step, state, [_backend.to_host(x) for x in held], loss_scales)
 
 
 def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[str]:
@@ -86,25 +99,43 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
     Returns:
         What changed beside the state, in words.
     """
-    optimizer = model.optimizer
-    learning_rate = _number(optimizer.learning_rate)
-    for variable, value in zip(training_state(model), snapshot.values, strict=True):
+    for variable, value in zip(snapshot.variables, snapshot.values, strict=True):
         _backend.from_host(variable, value)
-    changes = []
+    pairs = list(zip(optimizers_of(model), snapshot.loss_scales, strict=True))
+    if len(pairs) > 1:  # what `compile` has without an argument may never step
+        pairs = [(x, scale) for x, scale in pairs if _number(inner_optimizer_of(x).iterations)]
+    changes = [(x, change) for x, scale in pairs for change in _lowered(x, scale, lr_factor)]
+    return [f"{change} ({x.name})" if len(pairs) > 1 else change for x, change in changes]
+
+
+def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
+    """Lower the learning rate and the loss scale of an optimizer; say what changed."""
+    learning_rate, changes = _number(optimizer.learning_rate), []
     try:
         optimizer.learning_rate = learning_rate * lr_factor
         changes.append(f"learning rate {learning_rate:g} -> {learning_rate * lr_factor:g}")
     except TypeError:  # Keras's answer where a schedule decides
         changes.append("learning rate left to its schedule, which no callback can lower")
     rule = getattr(optimizer, "loss_scale", DynamicLossScale())  # Keras's class has no floor
-    if _scales(optimizer) and isinstance(rule, DynamicLossScale):
+    scale = _scale_of(optimizer)
+    if scale is not None and isinstance(rule, DynamicLossScale):
         # Never up: what overflowed since the snapshot would overflow again.
-        now = _number(optimizer.dynamic_scale)
-        lowered = max(min(now, snapshot.loss_scale) * rule.backoff_factor, rule.min_scale)
-        optimizer.dynamic_scale.assign(lowered)
+        now = _number(scale)
+        lowered = max(min(now, loss_scale) * rule.backoff_factor, rule.min_scale)
+        scale.assign(lowered)
         optimizer.step_counter.assign(0)
         changes.append(f"loss scale {now:g} -> {lowered:g}")
     return changes
+
+
+def _scale_of(optimizer: Any) -> Variable | None:
+    if not (_scales(optimizer) and optimizer.built):
+        return None
+    if isinstance(optimizer, LossScaleOptimizer):
+        return (
+            optimizer.scale_variable
+        )  # who reads `dynamic_scale` is taken to scale the loss by it
+    return optimizer.dynamic_scale
 
 
 def _number(scalar: Any) -> float:

@@ -196,6 +196,41 @@ def test_gradients_that_overflow_for_ever_are_a_divergence():
     assert guard.rollbacks == 1
 
 
+def test_all_optimizers_of_a_model_go_back():
+    """As a GAN has them; what `compile` has without an argument never steps."""
+    model = linear_model()
+    weights = model.trainable_variables
+    model.one = kmp.scaled("sgd", learning_rate=RATE, momentum=0.5)
+    model.two = keras.optimizers.SGD(RATE, momentum=0.5)
+    inner = (model.one.inner_optimizer, model.two)
+
+    def step():
+        model.one.scale_loss(1.0)
+        for optimizer in (model.one, model.two):
+            optimizer.apply([ops.ones(v.shape) for v in weights], weights)
+
+    def state():
+        return [np.array(ops.convert_to_numpy(v)) for x in inner for v in x.variables]
+
+    step()
+    kept, snapshot = state(), take_snapshot(model, 1)
+    step()
+    changes = restore_snapshot(model, snapshot, 0.5)
+    for before, after in zip(kept, state(), strict=True):
+        assert (before == after).all() or (before, after) == (RATE, RATE / 2)
+    rate = f"learning rate {RATE:g} -> {RATE / 2:g}"
+    scale = "loss scale 32768 -> 16384"
+    assert [x.split(" (")[0] for x in changes] == [rate, scale, rate]
+    assert changes[0].endswith(f"({model.one.name})")
+
+
+def test_a_snapshot_does_not_pass_for_scaling_the_loss():
+    model = linear_model()
+    model.optimizer.build(model.trainable_variables)
+    restore_snapshot(model, take_snapshot(model, 1), 0.5)
+    assert not model.optimizer.scale_was_read
+
+
 def test_rollbacks_are_used_up():
     model = linear_model(kmp.scaled("sgd", learning_rate=0.0))
     guard = DivergenceGuard("rollback", **QUICK, snapshot_freq=1, max_rollbacks=2)
