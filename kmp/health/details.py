@@ -28,18 +28,12 @@ _EXPONENT_BITS, _BIAS, _MANTISSA = 255, 127, 23
 
 
 class Cut(NamedTuple):
-    """How a variable is sampled.
+    """How a variable is sampled."""
 
-    Attributes:
-        shape: the variable's, with each axis that is split over devices as two, of which the first
-            counts the pieces.
-        strides: one for each of these axes.
-        split: which of these axes count pieces.
-    """
-
+    # The variable's, with each axis that is split over devices as two: pieces, size of each.
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    split: tuple[int, ...] = ()
+    strides: tuple[int, ...]  # one for each of these axes
+    split: tuple[int, ...] = ()  # which of these axes count pieces
 
     @property
     def left(self) -> list[int]:
@@ -92,11 +86,6 @@ def cut(shape: Sequence[int], shards: Sequence[int] = ()) -> Cut:
     return found
 
 
-def size_before(cuts: Sequence[Cut]) -> int:
-    """The length of the result of `sample` for variables that are sampled so."""
-    return 2 * sum(each.size for each in cuts)
-
-
 def layout(parts: Sequence[Part], number: int) -> list[int]:
     """The order of the variables in a sample: those in `parts`, then the rest of `number`."""
     order = [i for part in parts for i in part.members]
@@ -106,13 +95,7 @@ def layout(parts: Sequence[Part], number: int) -> list[int]:
 def sample(
     parts: Sequence[Part], weights: Sequence[Tensor], cuts: Sequence[Cut], target: str = "host"
 ) -> Tensor:
-    """Sample gradients and weights.
-
-    Args:
-        parts: the gradients, from `kmp.health.measure.gather`.
-        weights: the value of each variable.
-        cuts: how each variable is sampled.
-        target: the platform that this is compiled for, from `_backend.per_target`.
+    """Sample gradients and weights, on the target that `_backend.per_target` names.
 
     Returns:
         float32[2 * n]: samples of the gradients in the order of `layout`, then of the weights in

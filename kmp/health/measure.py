@@ -6,8 +6,9 @@ pass.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -21,6 +22,7 @@ from kmp._backend.types import Gradient, Tensor
 LEVELS = ("l2_norm", "max_abs", "zero_share", "nonfinite")
 L2_NORM, MAX_ABS, ZERO_SHARE, NONFINITE = range(len(LEVELS))
 
+T = TypeVar("T")
 Columns = tuple[Tensor, ...]  # the second is reduced by its maximum, the others are summed
 
 SMALL = 4096  # gradients of at most this many values are stacked with others of their size
@@ -28,31 +30,18 @@ _OPERANDS = 64  # the most that are stacked; XLA fuses no more than about 90 int
 
 
 class Part(NamedTuple):
-    """A stack of small gradients of one size, or a single gradient.
+    """A stack of small gradients of one size, or a single gradient."""
 
-    Attributes:
-        values: `[num_members, size]` if stacked; else the gradient itself.
-        members: the indices of the variables that the gradients belong to.
-        stacked: whether it is a stack.
-        kind: their entry in the `kinds` of `gather`.
-        is_dense: whether `values` is a tensor rather than `tf.IndexedSlices`.
-    """
-
-    values: Gradient
-    members: tuple[int, ...]
+    values: Gradient  # `[num_members, size]` if stacked; else the gradient itself
+    members: tuple[int, ...]  # the indices of the variables that the gradients belong to
     stacked: bool
-    kind: Hashable = None
-    is_dense: bool = True
+    kind: Hashable = None  # their entry in the `kinds` of `gather`
+    is_dense: bool = True  # whether `values` is a tensor rather than `tf.IndexedSlices`
 
 
 def _values_of(part: Part) -> Tensor:
     """The values of a part; rows of a sparse gradient with the same index are summed."""
     return part.values if part.is_dense else _backend.gradient_rows(part.values)
-
-
-def _unstacked(part: Part) -> list[Tensor]:
-    """The values of each gradient in a part."""
-    return ops.unstack(part.values) if part.stacked else [_values_of(part)]
 
 
 def gather(
@@ -85,10 +74,15 @@ def gather(
         else:
             large.append(Part(x, (i,), False, kind, dense[i]))
     for (size, _, kind), everyone in small.items():
-        for members in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
+        for members in _chunks(everyone):
             rows = _as_rows(size, [gradients[i] for i in members])
             parts.append(Part(rows, tuple(members), True, kind))
     return parts + large
+
+
+def _chunks(items: list[T]) -> list[list[T]]:
+    """The items in lists of at most `_OPERANDS`."""
+    return [items[i : i + _OPERANDS] for i in range(0, len(items), _OPERANDS)]
 
 
 @functools.partial(_backend.compiled, static=(0,))
@@ -107,9 +101,8 @@ def _reduce_parts(
     """Reduce each gradient to one row.
 
     Args:
-        look: maps a tensor to a tuple of tensors of the same shape; must map 0 to 0 (padding). The
-            second of them is reduced by its maximum, the others are summed.
-        join: maps the reduced tensors, `[n]` each, to rows, `[n, ...]`.
+        look: maps a tensor to columns of the same shape; must map 0 to 0 (padding).
+        join: maps the reduced columns, `[n]` each, to rows, `[n, ...]`.
         parts: from `gather`.
         number: the number of variables.
         together: whether to stack large gradients of one shape too.
@@ -122,7 +115,7 @@ def _reduce_parts(
         groups.setdefault(_group(part, together), []).append(part)
     found, order = [], []
     for (kind, *_), everyone in groups.items():
-        for some in (everyone[i : i + _OPERANDS] for i in range(0, len(everyone), _OPERANDS)):
+        for some in _chunks(everyone):
             order += [i for part in some for i in part.members]
             found.append(_reduced(kind, look, some))
     if not found:
@@ -198,7 +191,6 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
     >>> [float(x) for x in measure(parts, [4])[0]]
     [5.0, 4.0, 0.5, 0.0]
     """
-
     table = _reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
     present = {i for part in parts for i in part.members}
     whole = [float(n if i in present else 0) for i, n in enumerate(sizes)]
@@ -243,7 +235,8 @@ def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False
         return ops.zeros((number,), "float32")
     if not _backend.inside_xla():
         order = [i for part in parts for i in part.members]
-        values = [x for part in parts for x in _unstacked(part)]
+        rows = (ops.unstack(part.values) if part.stacked else [_values_of(part)] for part in parts)
+        values = list(itertools.chain.from_iterable(rows))
         return _in_rows(ops.cast(~_backend.are_finite(values), "float32"), order, number)
 
     def join(columns: Columns) -> Tensor:

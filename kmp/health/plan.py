@@ -23,18 +23,12 @@ Divide = Callable[[Sequence[Part], Sequence[Tensor]], list[Part]]
 
 
 class _Way(NamedTuple):
-    """How a target measures gradients.
+    """How a target measures gradients."""
 
-    Attributes:
-        with_the_check: for small and for large gradients, whether every step measures their
-            levels in the same pass that looks for inf and NaN.
-        together: whether large gradients of one shape are reduced as a stack.
-        branches: whether to use conditionals. They save work, but stall an accelerator.
-    """
-
+    # Whether every step measures levels in the pass that looks for inf and NaN: small, large ones.
     with_the_check: tuple[bool, bool]
-    together: bool
-    branches: bool
+    together: bool  # whether large gradients of one shape are reduced as a stack
+    branches: bool  # whether to use conditionals. They save work, but stall an accelerator
 
 
 _WAYS = {
@@ -49,64 +43,42 @@ _WAYS = {
 
 
 class Kind(NamedTuple):
-    """How the gradient of a variable is unscaled.
+    """How the gradient of a variable is unscaled."""
 
-    Attributes:
-        dtype: the dtype that it is cast to afterwards, or None.
-        overwrites: whether it is not a gradient but the variable's next value, as for float8's
-            scales. Such a value is never scaled.
-    """
-
-    dtype: str | None = None
+    dtype: str | None = None  # what it is cast to afterwards, if anything
+    # Whether it is the variable's next value, as for float8's scales, which is never scaled.
     overwrites: bool = False
 
 
 class Look(NamedTuple):
-    """What a step knows about its gradients before it writes anything.
+    """What a step knows about its gradients before it writes anything."""
 
-    Attributes:
-        finite: bool[], whether all gradients are finite.
-        loss_finite: bool[], False if the loss is known not to be finite.
-        nonfinite: float32[num_variables], above 0 where a gradient is not finite.
-        blamed: int32[] and int32[], from `measure.blame`; None where nobody has asked yet.
-        due_levels: bool[], whether this step measures levels; None if nothing is measured.
-        due_details: bool[], whether this step measures details; None if nothing is measured.
-        levels: float32[num_variables, 4], from `measure.measure`, possibly of an earlier step.
-        max_abs: float32[], the largest true gradient, if the plan asks for it.
-        sample: float32[2 * n], from `details.sample`, if details are measured.
-        order: the order of the variables in the sample.
-    """
-
-    finite: Tensor
-    loss_finite: Tensor
-    nonfinite: Tensor
-    blamed: tuple[Tensor, Tensor] | None
-    due_levels: Tensor | None = None
-    due_details: Tensor | None = None
-    levels: Tensor | None = None
-    max_abs: Tensor | None = None
-    sample: Tensor | None = None
-    order: Sequence[int] = ()
+    finite: Tensor  # bool[], whether all gradients are finite
+    loss_finite: Tensor  # bool[], False if the loss is known not to be finite
+    nonfinite: Tensor  # float32[num_variables], above 0 where a gradient is not finite
+    blamed: tuple[Tensor, Tensor] | None  # from `measure.blame`; None if nobody has asked yet
+    max_abs: Tensor | None = None  # float32[], the largest true gradient, if the plan asks for it
+    # None if nothing is measured:
+    due_levels: Tensor | None = None  # bool[], whether this step measures levels
+    due_details: Tensor | None = None  # bool[], whether this step measures details
+    levels: Tensor | None = None  # float32[num_variables, 4], possibly of an earlier step
+    sample: Tensor | None = None  # float32[2 * n], from `details.sample`
+    order: Sequence[int] = ()  # of the variables in the sample
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasurePlan:
     """What to measure of the gradients of an optimizer's variables.
 
-    Attributes:
-        shapes: the shape of each variable.
-        kinds: how each gradient is unscaled. Only gradients of one kind are stacked.
-        shards: into how many pieces each axis of each variable is split over devices. The gradient
-            of a variable that is split is reduced by itself, because stacking would move it.
-        levels: whether the levels of all gradients are measured.
-        max_abs: whether the loss-scaling rule needs the largest gradient of every step.
+    The gradient of a variable that is split over devices is reduced by itself: stacking would move
+    it.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    kinds: tuple[Kind, ...]
-    shards: tuple[tuple[int, ...], ...]
-    levels: bool
-    max_abs: bool
+    shapes: tuple[tuple[int, ...], ...]  # of each variable
+    kinds: tuple[Kind, ...]  # of each variable. Only gradients of one kind are stacked
+    shards: tuple[tuple[int, ...], ...]  # how many pieces each axis of each variable is split into
+    levels: bool  # whether the levels of all gradients are measured
+    max_abs: bool  # whether the loss-scaling rule needs the largest gradient of every step
 
     def __post_init__(self):
         # Now: torch.compile cannot trace the lock that `cached_property` takes on Python 3.11.
@@ -129,11 +101,7 @@ class MeasurePlan:
         return tuple(map(details.cut, self.shapes, self.shards))
 
     def gather(self, gradients: Sequence[Gradient]) -> list[Part]:
-        """Stack the small gradients that can be measured together.
-
-        Args:
-            gradients: one for each variable, or None.
-        """
+        """Stack the small gradients, of one a variable or None, that can be measured together."""
         return gather(gradients, self.sizes, self.kinds, self.split)
 
     def of_gradients(self, table: Tensor) -> Tensor:
@@ -179,13 +147,14 @@ def look(
     largest = None
     if plan.max_abs:
         largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
+    seen = Look(finite, loss_finite, nonfinite, blamed, largest)
     if flags is None:
-        return Look(finite, loss_finite, nonfinite, blamed, max_abs=largest)
+        return seen
     # An overflowing step always measures its levels. (Operators rather than ops, because on PyTorch
     # the flags are on the host.)
-    due_levels, due_details = flags[0] | ~finite, flags[1]
+    due_levels = flags[0] | ~finite
     levels = _complete(plan, parts, divide, scale, due_levels, levels, previous)
-    return Look(finite, loss_finite, nonfinite, blamed, due_levels, due_details, levels, largest)
+    return seen._replace(due_levels=due_levels, due_details=flags[1], levels=levels)
 
 
 def _check(
@@ -211,8 +180,7 @@ def _check(
 
     shapes = [(number,), (number, len(LEVELS))]
     values = [part.values for part in parts]
-    nonfinite, levels = _backend.per_target(check, shapes, *scale, *values)
-    return nonfinite, levels
+    return tuple(_backend.per_target(check, shapes, *scale, *values))
 
 
 def _complete(
@@ -260,36 +228,31 @@ def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:
 def take_sample(
     plan: MeasurePlan, seen: Look, parts: Sequence[Part], weights: Sequence[Tensor]
 ) -> Look:
-    """Sample the scaled gradients, and the weights before the update, if details are due.
+    """`seen` with a sample of the scaled gradients and of the weights; zeros if it is not due.
 
     Args:
         plan: the optimizer's plan.
         seen: what `look` returned, including what is due.
         parts: the scaled gradients, from `plan.gather`.
-        weights: the current value of each variable.
-
-    Returns:
-        `seen` with the sample; zeros if details are not due.
+        weights: the value of each variable before the update.
     """
     cuts = plan.cuts
-    number = details.size_before(cuts)
+    number = 2 * sum(each.size for each in cuts)  # of gradients, and of weights
 
     def sample(target: str, due: Any, *tensors: Any) -> list[Tensor]:
         refilled = _refilled(parts, tensors[: len(parts)])
         weights = tensors[len(parts) :]
         zeros = ops.zeros((number,), "float32")
+        take = functools.partial(details.sample, refilled, weights, cuts, target)
         if _WAYS[target].branches:
-            taken = lambda: details.sample(refilled, weights, cuts, target)  # noqa: E731
-            return [_backend.compute_if(due, taken, zeros)]
-        return [ops.where(due, details.sample(refilled, weights, cuts, target), zeros)]
+            return [_backend.compute_if(due, take, zeros)]
+        return [ops.where(due, take(), zeros)]
 
     values = [part.values for part in parts]
     (before,) = _backend.per_target(sample, [(number,)], seen.due_details, *values, *weights)
     # Otherwise XLA may update the weights first, and keep a copy of all of them for the sample.
-    finite = _backend.after(seen.finite, before)
-    return seen._replace(
-        finite=finite, sample=before, order=details.layout(parts, len(plan.shapes))
-    )
+    finite, order = _backend.after(seen.finite, before), details.layout(parts, len(plan.shapes))
+    return seen._replace(finite=finite, sample=before, order=order)
 
 
 def _refilled(parts: Sequence[Part], values: Sequence[Any]) -> list[Part]:

@@ -91,8 +91,10 @@ class GradientReport:
         """Return a column of `matrix`, such as `"max_abs"`, as `{variable path: value}`."""
         if name not in COLUMNS:
             raise ValueError(f"`name` must be one of {COLUMNS}. Received: name={name!r}.")
-        values = self.matrix[:, COLUMNS.index(name)].tolist()
-        return dict(zip(self.paths, values, strict=True))
+        return self._by_path(self.matrix[:, COLUMNS.index(name)])
+
+    def _by_path(self, values: np.ndarray) -> dict[str, float]:
+        return dict(zip(self.paths, values.tolist(), strict=True))
 
     @property
     def grad_norm(self) -> float:
@@ -146,8 +148,7 @@ class GradientReport:
             return {}
         finite = self.details[:, len(_sample.COLUMNS) + 1 : -1].astype("float64")
         below = finite[:, : exponent - _sample.LOWEST].sum(axis=1)
-        share = below / np.maximum(finite.sum(axis=1), 1)
-        return dict(zip(self.paths, share.tolist(), strict=True))
+        return self._by_path(below / np.maximum(finite.sum(axis=1), 1))
 
     @property
     def weight_norm(self) -> dict[str, float]:
@@ -175,9 +176,7 @@ class GradientReport:
         }
 
     def _detail(self, index: int) -> dict[str, float]:
-        if self.details is None:
-            return {}
-        return dict(zip(self.paths, self.details[:, index].tolist(), strict=True))
+        return {} if self.details is None else self._by_path(self.details[:, index])
 
     def worst(self, n: int = 3) -> list[str]:
         """Return the paths of the `n` variables to look at first.
@@ -228,15 +227,6 @@ class GradientReport:
         return self.summary(len(self.paths))
 
 
-def _read_events(events: np.ndarray, paths: tuple[str, ...]) -> tuple[OverflowEvent, ...]:
-    """Turn the optimizer's `overflow_events`, float32[16, 5], into objects."""
-    return tuple(
-        OverflowEvent(int(step), float(scale), paths[int(first)], int(number), bool(finite))
-        for step, scale, first, number, finite in events.tolist()
-        if step
-    )
-
-
 def read_report(optimizer: Any, model: Any = None) -> GradientReport:
     """Read the measurements of a built optimizer that measures; within `fit`, pass its model."""
     variables = [
@@ -253,6 +243,11 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
     scale, step, skipped, in_a_row, sampling, matrix, events, details = values
     measured_step, details_step = sampling.tolist()[2:]
     paths = optimizer.variable_paths
+    overflows = tuple(
+        OverflowEvent(int(at), its_scale, paths[int(first)], int(number), bool(finite))
+        for at, its_scale, first, number, finite in events.tolist()
+        if at
+    )
     return GradientReport(
         paths=paths,
         matrix=matrix,
@@ -260,7 +255,7 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
         step=int(step),
         skipped_steps=int(skipped),
         consecutive_skips=int(in_a_row),
-        events=_read_events(events, paths),
+        events=overflows,
         measured_step=measured_step,
         details=details if details_step else None,
         loss_is_scaled=optimizer.scale_was_read or not optimizer.divides_gradients,

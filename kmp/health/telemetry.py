@@ -75,13 +75,15 @@ class Telemetry:
         scale: Tensor,
         weights: Callable[[], Sequence[Tensor]],
     ) -> None:
-        """Write down what a step has seen, if its levels are due; else all would stay as it is.
+        """Write down what the step of this number has seen with this loss scale.
+
+        Called if its levels are due; else all would stay as it is.
 
         Args:
             plan: the optimizer's plan.
             seen: from `kmp.health.plan.look`.
-            step: int32[], the number of the step.
-            scale: float32[], the scale that its loss was multiplied with.
+            step: int32[].
+            scale: float32[].
             weights: returns the values of the variables after the update.
         """
         if not _backend.known(seen.finite):
@@ -90,13 +92,13 @@ class Telemetry:
             self.events.assign(add_event(events, step, scale, blamed, seen.loss_finite))
         previous = ops.convert_to_tensor(self.health)
         self.health.assign(accumulate(seen.levels, seen.nonfinite, previous))
-        due_levels, due_details = seen.due_levels, seen.due_details
+        due_details = seen.due_details
         if seen.sample is None:
             due_details = ops.zeros_like(due_details)
         else:
-            self._record_details(plan, seen, due_details, weights())
+            self._record_details(plan, seen, weights())
         sampling = ops.convert_to_tensor(self.sampling)
-        self.sampling.assign(sampled(sampling, step, due_levels, due_details))
+        self.sampling.assign(sampled(sampling, step, seen.due_levels, due_details))
 
     def mark_loss(self, nonfinite: Tensor) -> None:
         """Note for the last overflow that its loss was not finite, if `nonfinite`, a bool[]."""
@@ -105,9 +107,7 @@ class Telemetry:
         events = ops.convert_to_tensor(self.events)
         self.events.assign(ops.where(nonfinite, events * ops.convert_to_tensor(mark), events))
 
-    def _record_details(
-        self, plan: MeasurePlan, seen: Look, due: Tensor, weights: Sequence[Tensor]
-    ) -> None:
+    def _record_details(self, plan: MeasurePlan, seen: Look, weights: Sequence[Tensor]) -> None:
         def measured(target: str, due: Any, before: Any, previous: Any, *weights: Any) -> list:
             def table() -> Tensor:
                 after = details.sample_weights(weights, plan.cuts, seen.order, target)
@@ -117,7 +117,7 @@ class Telemetry:
             return [_backend.compute_if(due, table, previous)]
 
         previous = ops.convert_to_tensor(self.details)
-        tensors = (due, seen.sample, previous, *weights)
+        tensors = (seen.due_details, seen.sample, previous, *weights)
         shapes = [tuple(self.details.shape)]
         self.details.assign(_backend.per_target(measured, shapes, *tensors)[0])
 
@@ -139,16 +139,13 @@ def kept_sampling(optimizer: Any) -> Callable[[], None]:
 
 @_backend.compiled
 def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
-    """Update the matrix of measurements with a step's levels and counts.
+    """float32[n, 5]: the matrix of `COLUMNS` after a step. Counts are exact up to 2**24 steps.
 
     Args:
-        levels: float32[num_variables, 4], of this step or an earlier one; of this
-            step if any gradient is not finite.
-        nonfinite: float32[num_variables], above 0 if the gradient was not finite in this step.
-        previous: float32[num_variables, 5], the matrix before the step.
-
-    Returns:
-        float32[num_variables, 5], the matrix after the step. Counts are exact up to 2**24 steps.
+        levels: float32[n, 4], of this step if any gradient is not finite, else perhaps of an
+            earlier one.
+        nonfinite: float32[n], above 0 if the gradient was not finite in this step.
+        previous: float32[n, 5], the matrix before the step.
     """
     overflowed = ops.cast(nonfinite > 0, "float32")
     # At least 1, because a float8 scale has no levels.
@@ -161,17 +158,9 @@ def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
 def add_event(
     events: Tensor, step: Tensor, scale: Tensor, blamed: Sequence[Tensor], loss_finite: Tensor
 ) -> Tensor:
-    """If this step overflowed, add it in front of the past overflows and drop the oldest.
+    """float32[16, 5]: the events, with this step in front of them if it overflowed.
 
-    Args:
-        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
-        step: int32[], the number of this step, counted from 1.
-        scale: float32[], the scale that its loss was multiplied by.
-        blamed: what `measure.blame` returned for this step.
-        loss_finite: bool[], False if the loss is known not to be finite.
-
-    Returns:
-        float32[16, 5]. Step numbers are exact up to 2**24.
+    `blamed` is from `measure.blame`. Step numbers are exact up to 2**24.
     """
     number, index = blamed
     row = [step, scale, index, number, loss_finite]
@@ -187,7 +176,7 @@ def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> 
 
 
 def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]:
-    """Tell whether to measure this step, leaving aside whether its gradients overflow.
+    """bool[] and bool[]: whether to measure levels, and details, if no gradient overflows.
 
     It takes tensors, or arrays that the host has read.
 
@@ -196,9 +185,6 @@ def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]
         sampling: int32[4]: the interval in steps (0: every 100), one further step to measure, and
             the last steps with levels and with details, from `sampled`.
         events: float32[16, 5], columns as in `EVENT_COLUMNS`.
-
-    Returns:
-        bool[], whether to measure the levels; bool[], whether to measure the details.
     """
     interval = sampling[0]
     interval = interval + INTERVAL * _as_int(interval == 0)

@@ -47,11 +47,7 @@ def scaled(
         optimizer: a `keras.optimizers.Optimizer` class, instance, name or config.
         loss_scale: `"dynamic"`, `"none"`, a positive number (static), or a strategy such as
             `kmp.DynamicLossScale(growth_interval=500)`.
-        on_overflow: what an overflow costs under gradient accumulation.
-        rounding: how weights and slots in bfloat16 are rounded.
-        slot_dtype: dtype of the optimizer's slots.
-        master_weights: whether weights in half precision have float32 copies. For these four see
-            `kmp.LossScaleOptimizer`.
+        on_overflow, rounding, slot_dtype, master_weights: see `kmp.LossScaleOptimizer`.
         **optimizer_arguments: what the optimizer's constructor takes, with a class or a name.
 
     Returns:
@@ -67,11 +63,9 @@ def scaled(
     >>> optimizer.inner_optimizer.momentum
     0.9
     """
-    inner = _make_inner(optimizer, optimizer_arguments)
-    rule = rules.get(loss_scale)  # None is no default here: it may mean "dynamic" or "none"
     return LossScaleOptimizer(
-        inner,
-        loss_scale=rule,
+        _make_inner(optimizer, optimizer_arguments),
+        loss_scale=rules.get(loss_scale),  # refuses None, which may mean "dynamic" or "none"
         on_overflow=on_overflow,
         rounding=rounding,
         slot_dtype=slot_dtype,

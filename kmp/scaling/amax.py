@@ -80,17 +80,14 @@ class AmaxLossScale(DynamicLossScale):
         object.__setattr__(self, "headroom_bits", bits)
 
     def next(self, state: ScaleState, finite: Tensor, max_abs: Tensor | None = None) -> ScaleState:
-        """Return the state after a step.
+        """Return the state after a step, as `DynamicLossScale.next` does.
 
         Args:
-            state: `ScaleState` before the step; its `finite_steps` are those still to go until the
-                maximum counts again or, below 0, the steps of zeros since a large scale grew.
-            finite: bool[], whether every gradient of the step was finite.
+            state: its `finite_steps` are those still to go until the maximum counts again or, below
+                0, the steps of zeros since a large scale grew.
+            finite: bool[].
             max_abs: float32[], the largest absolute value of all gradients, after division by the
                 scale.
-
-        Returns:
-            `ScaleState` whose scale is finite and in [`min_scale`, `max_scale`].
 
         Raises:
             ValueError: if `max_abs` is missing.
@@ -128,11 +125,8 @@ class AmaxLossScale(DynamicLossScale):
         grows = ops.less_equal(steps, -self.growth_interval)
         slowly = ops.where(grows, grown, scale)
         small = ops.less(scale, enough)
-        still = ops.logical_or(small, grows)
-        return (
-            ops.where(small, ops.minimum(grown, enough), slowly),
-            ops.where(still, ops.zeros_like(steps), steps),
-        )
+        steps = ops.where(ops.logical_or(small, grows), ops.zeros_like(steps), steps)
+        return ops.where(small, ops.minimum(grown, enough), slowly), steps
 
     def _fitting(self, max_abs: Tensor) -> Tensor:
         """The largest power of two at which `max_abs` keeps its headroom; 0 if there is none.

@@ -10,6 +10,7 @@ from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import is_number, warn
 from kmp.health.telemetry import Telemetry
+from kmp.precision.trees import is_float
 from kmp.scaling import rules
 from kmp.scaling.rules import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 
@@ -191,22 +192,16 @@ def checked_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> li
     return [_checked(g, v) for g, v in zip(grads, variables, strict=True)]
 
 
-def _fits(gradient: Any, variable: Variable) -> bool:
-    """Whether a gradient is a tensor or array of floats in the shape of its variable."""
-    if not hasattr(gradient, "dtype") or gradient.shape != tuple(variable.shape):
-        return False
-    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(gradient.dtype))
-
-
 def _checked(gradient: Any, variable: Variable) -> Gradient:
-    if gradient is None or _fits(gradient, variable):
-        return gradient
-    if not _backend.are_dense([gradient])[0]:
+    has_dtype = hasattr(gradient, "dtype")
+    if has_dtype and gradient.shape == tuple(variable.shape) and is_float(gradient):
+        return gradient  # nearly always, and told in the least time
+    if gradient is None or not _backend.are_dense([gradient])[0]:
         return gradient
     dtype = keras.backend.standardize_dtype(variable.dtype)
-    if not hasattr(gradient, "dtype"):
+    if not has_dtype:
         gradient = ops.convert_to_tensor(gradient, dtype)
-    elif not keras.backend.is_float_dtype(keras.backend.standardize_dtype(gradient.dtype)):
+    elif not is_float(gradient):
         gradient = ops.cast(gradient, dtype)
     if not getattr(gradient.shape, "is_fully_defined", lambda: True)():
         return gradient  # TensorFlow knows its shape only when the step runs

@@ -1,7 +1,7 @@
 """What the loss-scaling wrapper leaves to the optimizer inside it, and to its accumulation."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from keras import ops
@@ -39,13 +39,9 @@ class InnerSetting(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, optimizer: None, owner: type) -> "InnerSetting[T]": ...
-    @overload
-    def __get__(self, optimizer: Any, owner: type) -> T: ...
-    def __get__(self, optimizer: Any, owner: type) -> Any:
+    def __get__(self, optimizer: Any, owner: type) -> T:
         if optimizer is None:
-            return self
+            return self  # type: ignore[return-value]
         if not _has_inner(optimizer) or optimizer.builds_base:
             return self._neutral
         return getattr(optimizer.inner_optimizer, self._name)
@@ -60,12 +56,7 @@ def _has_inner(optimizer: Any) -> bool:
 
 
 class WrapsInner(BaseLossScaleOptimizer):
-    """Keras's LossScaleOptimizer, as far as it leaves things to its inner optimizer; mended.
-
-    Attributes:
-        builds_base: True while Keras's base class builds itself.
-        half_memory: how variables in half precision are updated.
-    """
+    """Keras's LossScaleOptimizer, as far as it leaves things to its inner optimizer; mended."""
 
     weight_decay = InnerSetting[float | None](None)
     clipnorm = InnerSetting[float | None](None)
@@ -75,8 +66,8 @@ class WrapsInner(BaseLossScaleOptimizer):
     ema_momentum = InnerSetting[float](0.99)
     ema_overwrite_frequency = InnerSetting[int | None](None)
     gradient_accumulation_steps = InnerSetting[int | None](None)
-    builds_base = False
-    half_memory: HalfMemory
+    builds_base = False  # True while Keras's base class builds itself
+    half_memory: HalfMemory  # how variables in half precision are updated
     rounding_seed: Variable | None = None
 
     def __init__(self, inner_optimizer: Any, initial_scale: float, **kwargs: Any):
@@ -137,15 +128,12 @@ class DroppedWindow:
     Args:
         inner: a built Keras optimizer that accumulates gradients.
         add: creates a variable of the optimizer.
-
-    Attributes:
-        position: int32[], micro-batches of this window so far.
-        dropped: int32[], 1 if one of them has overflowed.
     """
 
     def __init__(self, inner: Any, add: Callable[..., Variable]):
         self._inner = inner
         self._length = int(inner.gradient_accumulation_steps)
+        # Micro-batches of this window so far, and 1 if one of them has overflowed.
         self.position = add("window_position", dtype="int32")
         self.dropped = add("window_dropped", dtype="int32")
 

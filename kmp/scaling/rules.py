@@ -63,7 +63,11 @@ class LossScale(Protocol):
 
 
 class _Rule:
-    """What the three strategies share: multiplying, dividing, and their own serialisation."""
+    """What the strategies share: counting, multiplying, dividing, and their own serialisation."""
+
+    def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
+        """Count the step; the scale stays."""
+        return _counted(state, finite)
 
     def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
         """Return `loss * state.scale`, in at least float32 (float16 would end at 65504)."""
@@ -106,10 +110,6 @@ class NoOpLossScale(_Rule):
         """Return the state before the first step: a scale of 1."""
         return _initial_state(1.0)
 
-    def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
-        """Count the step; the scale stays."""
-        return _counted(state, finite)
-
     def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
         """Return the loss as it is."""
         return loss
@@ -148,10 +148,6 @@ class StaticLossScale(_Rule):
     def init(self) -> ScaleState:
         """Return the state before the first step."""
         return _initial_state(self.value)
-
-    def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
-        """Count the step; the scale stays."""
-        return _counted(state, finite)
 
 
 @keras.saving.register_keras_serializable(package="kmp")
@@ -228,8 +224,7 @@ class DynamicLossScale(_Rule):
         Returns:
             `ScaleState` whose scale is finite and in [`min_scale`, `max_scale`].
         """
-        limits = self.growth_interval, self.hysteresis, self.min_scale, self.max_scale
-        return _moved((self.growth_factor, self.backoff_factor, 1.0), limits, state, finite)
+        return _moved(self, state, finite)
 
 
 def get(identifier: Any) -> LossScale:
@@ -281,15 +276,14 @@ def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
     )
 
 
-@functools.partial(_backend.compiled, static=(0, 1))
-def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> ScaleState:
+@functools.partial(_backend.compiled, static=(0,))
+def _moved(rule: DynamicLossScale, state: ScaleState, finite: Tensor) -> ScaleState:
     counted = _counted(state, finite)
-    growth_interval, hysteresis, min_scale, max_scale = limits
-    grow, back_off = counted.finite_steps >= growth_interval, counted.overflows >= hysteresis
-    growth, backoff, one = factors
-    factor = either(grow, growth, either(back_off, backoff, one))
+    grow = counted.finite_steps >= rule.growth_interval
+    back_off = counted.overflows >= rule.hysteresis
+    factor = either(grow, rule.growth_factor, either(back_off, rule.backoff_factor, 1.0))
     return ScaleState(
-        scale=ops.clip(counted.scale * factor, min_scale, max_scale),
+        scale=ops.clip(counted.scale * factor, rule.min_scale, rule.max_scale),
         finite_steps=_zero_unless(~grow, counted.finite_steps),
         overflows=counted.overflows,
     )

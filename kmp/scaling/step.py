@@ -25,24 +25,14 @@ from kmp.scaling.rules import LossScale, ScaleState
 
 @dataclasses.dataclass(frozen=True)
 class Counters:
-    """The variables that a step moves whether it is applied or skipped.
+    """The variables that a step moves whether it is applied or skipped."""
 
-    Attributes:
-        scale: float32[], the loss scale.
-        finite_steps: int[], the rule's counter of finite steps.
-        overflows: int32[], skipped steps in a row up to now.
-        skipped_steps: int32[], skipped steps so far.
-        steps: int[], all steps so far.
-        loss_nonfinite: float32[], above 0 if the loss of the present step is known not to be
-            finite.
-    """
-
-    scale: Variable
-    finite_steps: Variable
-    overflows: Variable
-    skipped_steps: Variable
-    steps: Variable
-    loss_nonfinite: Variable
+    scale: Variable  # float32[], the loss scale
+    finite_steps: Variable  # int[], the rule's counter of finite steps
+    overflows: Variable  # int32[], skipped steps in a row up to now
+    skipped_steps: Variable  # int32[], skipped steps so far
+    steps: Variable  # int[], all steps so far
+    loss_nonfinite: Variable  # float32[], above 0 if the present loss is known not to be finite
 
     @property
     def state(self) -> ScaleState:
@@ -57,23 +47,14 @@ class Counters:
 
 @dataclasses.dataclass(frozen=True)
 class ScaledStep:
-    """What the steps of one optimizer have in common.
+    """What the steps of one optimizer have in common."""
 
-    Attributes:
-        inner: the Keras optimizer that updates the variables.
-        variables: those that it was built with.
-        plan: what is measured.
-        counters: loss scale and counters.
-        telemetry: the measurements; None if nothing is measured.
-        window: how an overflow discards a window of micro-batches; None if it does not.
-    """
-
-    inner: Any
-    variables: Sequence[Variable]
-    plan: MeasurePlan
+    inner: Any  # the Keras optimizer that updates the variables
+    variables: Sequence[Variable]  # those that it was built with
+    plan: MeasurePlan  # what is measured
     counters: Counters
-    telemetry: Telemetry | None
-    window: DroppedWindow | None
+    telemetry: Telemetry | None  # the measurements; None if nothing is measured
+    window: DroppedWindow | None  # what an overflow discards beside its micro-batch, if anything
 
     def run(
         self,
@@ -98,7 +79,11 @@ class ScaledStep:
         if any(self.plan.split):
             pairs = zip(variables, scaled, strict=True)
             scaled = [x if x is None else lying_as(v, x) for v, x in pairs]
-        true = replicas.on_each(functools.partial(self._divided, rule, kinds), scaled)
+
+        def divide(scaled: list[Gradient]) -> list[Gradient]:  # each replica reads its own scale
+            return _unscaled(rule, scaled, kinds, self.counters.state)
+
+        true = replicas.on_each(divide, scaled)
         rows = self._rows(replicas.local(scaled), places)
         seen = self._look(rule, rows, self._rows(replicas.local(true), places))
         if measures_details and _backend.known(seen.due_details) is not False:
@@ -122,12 +107,6 @@ class ScaledStep:
         self._set_scale(before, self.counters.state, nonfinite)
         if self.telemetry is not None:
             self.telemetry.mark_loss(nonfinite)
-
-    def _divided(
-        self, rule: LossScale, kinds: Sequence[Kind], scaled: list[Gradient]
-    ) -> list[Gradient]:
-        """The true gradients: divided by the scale that the loss was multiplied with."""
-        return _unscaled(rule, scaled, kinds, self.counters.state)
 
     def _look(self, rule: LossScale, scaled: list[Gradient], true: list[Gradient]) -> Look:
         """Look at the gradients before anything is written."""
@@ -200,6 +179,8 @@ class ScaledStep:
 def _unscaled(
     rule: LossScale, scaled: list[Gradient], kinds: Sequence[Kind], state: ScaleState
 ) -> list[Gradient]:
+    """The true gradients: divided by the scale that the loss was multiplied with."""
+
     def true(scaled: Gradient, divided: Gradient, kind: Kind) -> Gradient:
         if kind.overwrites:
             return scaled
@@ -223,14 +204,7 @@ def _as_they_are(parts: Sequence[Part], scale: Sequence[Tensor]) -> list[Part]:
 def plan_for(
     variables: Sequence[Variable], inner: Any, measures: bool, max_abs: bool
 ) -> MeasurePlan:
-    """Plan what is measured of the gradients of some variables.
-
-    Args:
-        variables: what the optimizer is built with.
-        inner: the optimizer that updates them.
-        measures: whether the levels of all gradients are measured.
-        max_abs: whether the rule reads the largest gradient.
-    """
+    """Plan what is measured of the gradients of the variables that `inner` updates."""
     dtypes = gradient_dtypes(inner, variables)
     return MeasurePlan(
         shapes=tuple(tuple(v.shape) for v in variables),
