@@ -219,15 +219,6 @@ def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
     return keras.tree.map_structure(choose, on_true, on_false)
 
 
-def either(flag: Tensor, value: Any, otherwise: Any) -> Any:
-    """One of two float32 scalars, or Python floats, without a select if the host knows the flag."""
-    known = _backend.known(flag)
-    if known is not None:
-        return value if known else otherwise
-    # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
-    return ops.where(flag, *(ops.convert_to_tensor(x, "float32") for x in (value, otherwise)))
-
-
 def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree:
     """Apply `function` to every float leaf; None stays None and sparse gradients stay sparse."""
 

@@ -16,7 +16,7 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Tensor, Tree
 from kmp._common import check_factors, check_scales, is_number, number, scale_number, whole_number
-from kmp.precision.trees import either, multiply
+from kmp.precision.trees import multiply
 
 
 class ScaleState(NamedTuple):
@@ -281,7 +281,10 @@ def _moved(rule: DynamicLossScale, state: ScaleState, finite: Tensor) -> ScaleSt
     counted = _counted(state, finite)
     grow = counted.finite_steps >= rule.growth_interval
     back_off = counted.overflows >= rule.hysteresis
-    factor = either(grow, rule.growth_factor, either(back_off, rule.backoff_factor, 1.0))
+    # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
+    factors = rule.growth_factor, rule.backoff_factor, 1.0
+    growth, backoff, one = (ops.convert_to_tensor(x, "float32") for x in factors)
+    factor = ops.where(grow, growth, ops.where(back_off, backoff, one))
     return ScaleState(
         scale=ops.clip(counted.scale * factor, rule.min_scale, rule.max_scale),
         finite_steps=_zero_unless(~grow, counted.finite_steps),
@@ -290,5 +293,4 @@ def _moved(rule: DynamicLossScale, state: ScaleState, finite: Tensor) -> ScaleSt
 
 
 def _zero_unless(kept: Tensor, count: Tensor) -> Tensor:
-    known = _backend.known(kept)
-    return count if known else count * (ops.cast(kept, count.dtype) if known is None else 0)
+    return count * ops.cast(kept, count.dtype)
