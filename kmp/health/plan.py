@@ -18,9 +18,6 @@ from kmp._backend.types import Gradient, Tensor
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, Part, gather
 
-# Divides the gradients by the loss scale, which the second argument holds.
-Divide = Callable[[Sequence[Part], Sequence[Tensor]], list[Part]]
-
 
 class _Way(NamedTuple):
     """How a target measures gradients."""
@@ -117,11 +114,32 @@ class MeasurePlan:
         return self.max_abs or (self.levels and (small if part.stacked else large))
 
 
+class Gradients(NamedTuple):
+    """The gradients of a step; if not divided yet, with the loss scale and how to divide by it."""
+
+    parts: Sequence[Part]  # from `plan.gather`
+    scale: Sequence[Tensor] = ()
+    divide: Callable[[Sequence[Part], Sequence[Tensor]], list[Part]] | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a program for one target takes, to be put back by `filled`."""
+        return [*self.scale, *(part.values for part in self.parts)]
+
+    def filled(self, tensors: Sequence[Tensor]) -> "Gradients":
+        """The same with these tensors."""
+        number = len(self.scale)
+        parts = _refilled(self.parts, tensors[number:])
+        return self._replace(parts=parts, scale=tensors[:number])
+
+    def true(self) -> Sequence[Part]:
+        """The gradients after the division by the loss scale."""
+        return self.divide(self.parts, self.scale) if self.divide else self.parts
+
+
 def look(
     plan: MeasurePlan,
-    parts: Sequence[Part],
-    divide: Divide,
-    scale: Sequence[Tensor],
+    gradients: Gradients,
     loss_nonfinite: Tensor,
     due: tuple[Tensor, Tensor] | None,
     previous: Tensor | None,
@@ -130,15 +148,13 @@ def look(
 
     Args:
         plan: the optimizer's plan.
-        parts: the gradients, from `plan.gather`.
-        divide: divides parts by the loss scale.
-        scale: the loss scale, as `divide` takes it.
+        gradients: of the variables that it was made for.
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
         due: bool[] and bool[], from `telemetry.due`, whether to measure levels and details; None if
             nothing is measured.
         previous: float32[num_variables, 4], the levels of the last measured step.
     """
-    nonfinite, levels = _check(plan, parts, divide, scale)
+    nonfinite, levels = _check(plan, gradients)
     blamed = measure.blame(nonfinite)
     finite, loss_finite, flags = _backend.flags(blamed[0], loss_nonfinite, due)
     largest = None
@@ -150,19 +166,17 @@ def look(
     # An overflowing step always measures its levels. (Operators rather than ops, because on PyTorch
     # the flags are on the host.)
     due_levels = flags[0] | ~finite
-    levels = _complete(plan, parts, divide, scale, due_levels, levels, previous)
+    levels = _complete(plan, gradients, due_levels, levels, previous)
     return seen._replace(due_levels=due_levels, due_details=flags[1], levels=levels)
 
 
-def _check(
-    plan: MeasurePlan, parts: Sequence[Part], divide: Divide, scale: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
+def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
     """float32[n] and float32[n, 4]: non-finite gradients, and levels measured in the same pass."""
     number = len(plan.sizes)
 
     def check(target: str, *tensors: Any) -> Sequence[Tensor]:
         way = _WAYS[target]
-        true = divide(_refilled(parts, tensors[len(scale) :]), tensors[: len(scale)])
+        true = gradients.filled(tensors).true()
         always = [part for part in true if plan.is_checked_with_levels(part, way)]
         others = [part for part in true if not plan.is_checked_with_levels(part, way)]
         if not always:
@@ -176,31 +190,24 @@ def _check(
         return nonfinite, levels
 
     shapes = [(number,), (number, len(LEVELS))]
-    values = [part.values for part in parts]
-    return tuple(_backend.per_target(check, shapes, *scale, *values))
+    return tuple(_backend.per_target(check, shapes, *gradients.tensors))
 
 
 def _complete(
-    plan: MeasurePlan,
-    parts: Sequence[Part],
-    divide: Divide,
-    scale: Sequence[Tensor],
-    due: Tensor,
-    levels: Tensor,
-    previous: Any,
+    plan: MeasurePlan, gradients: Gradients, due: Tensor, levels: Tensor, previous: Any
 ) -> Tensor:
     """float32[n, 4]: the levels of all gradients if `due`, else `previous`."""
 
     def complete(target: str, due: Any, levels: Any, previous: Any, *tensors: Any) -> list[Tensor]:
         way = _WAYS[target]
-        refilled = _refilled(parts, tensors[len(scale) :])
-        others = [part for part in refilled if not plan.is_checked_with_levels(part, way)]
+        given = gradients.filled(tensors)
+        others = [part for part in given.parts if not plan.is_checked_with_levels(part, way)]
 
         def all_levels() -> Tensor:
             if not others:
                 return plan.of_gradients(levels)
             # Divide inside the branch: outside, every step would write the quotients to memory.
-            true = divide(others, tensors[: len(scale)])
+            true = given._replace(parts=others).true()
             return plan.of_gradients(levels + _levels(plan, true, target))
 
         if others and way.branches:
@@ -208,8 +215,8 @@ def _complete(
         return [ops.where(due, all_levels(), previous)]
 
     shapes = [(len(plan.sizes), len(LEVELS))]
-    values = [part.values for part in parts]
-    return _backend.per_target(complete, shapes, due, levels, previous, *scale, *values)[0]
+    tensors = due, levels, previous, *gradients.tensors
+    return _backend.per_target(complete, shapes, *tensors)[0]
 
 
 def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:

@@ -16,7 +16,7 @@ from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._keras.optimizer import lying_as, on_every_device, shards_of
 from kmp.half_memory import gradient_dtypes
 from kmp.health.measure import Part
-from kmp.health.plan import Kind, Look, MeasurePlan, look, take_sample
+from kmp.health.plan import Gradients, Kind, Look, MeasurePlan, look, take_sample
 from kmp.health.telemetry import Telemetry
 from kmp.precision.trees import map_gradients
 from kmp.scaling.inner import DroppedWindow
@@ -114,17 +114,15 @@ class ScaledStep:
 
     def _look(self, rule: LossScale, scaled: list[Gradient], true: list[Gradient]) -> Look:
         """Look at the gradients before anything is written."""
-        gradients, divide = true, _as_they_are
-        scale: Sequence[Tensor] = ()
         if _backend.inside_xla():
             # XLA divides while it updates, and again here: the true gradients are never in memory.
-            gradients, divide = scaled, functools.partial(_divided_parts, rule)
-            scale = self.counters.state
+            divide = functools.partial(_divided_parts, rule)
+            gradients = Gradients(self._parts(scaled), self.counters.state, divide)
+        else:
+            gradients = Gradients(self._parts(true))
         return look(
             self.plan,
-            self._parts(gradients),
-            divide,
-            scale,
+            gradients,
             ops.convert_to_tensor(self.counters.loss_nonfinite),
             self.telemetry.due(self.counters.step_number) if self.telemetry else None,
             self.telemetry and self.telemetry.levels,
@@ -197,10 +195,6 @@ def _divided_parts(rule: LossScale, parts: Sequence[Part], scale: Sequence[Tenso
     kinds: list[Any] = [part.kind for part in parts]
     values = _unscaled(rule, [part.values for part in parts], kinds, ScaleState(*scale))
     return [part._replace(values=x) for part, x in zip(parts, values, strict=True)]
-
-
-def _as_they_are(parts: Sequence[Part], scale: Sequence[Tensor]) -> list[Part]:
-    return list(parts)
 
 
 def plan_for(
