@@ -55,7 +55,6 @@ inside_xla = _backend.inside_xla
 is_concrete = _backend.is_concrete
 keep_old_unless = _backend.keep_old_unless
 kept_values = _backend.kept_values
-known = _backend.known
 map_gradient_values = _backend.map_gradient_values
 matmul_float32 = _backend.matmul_float32
 multiply = _backend.multiply

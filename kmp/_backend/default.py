@@ -107,10 +107,6 @@ def segment_sum(values: Tensor, keys: Tensor, number: int) -> Tensor:
     return ops.segment_sum(values, keys, num_segments=number)
 
 
-def known(flag: Tensor) -> bool | None:
-    return None
-
-
 def after(finite: Tensor, sample: Tensor) -> Tensor:
     # Things happen in the order of the calls.
     return finite

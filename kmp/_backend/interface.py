@@ -106,14 +106,12 @@ class Backend(Protocol):
             due: makes more flags of `tensors`, float32 and int32, or of what the host read of them.
 
         Returns:
-            bool[], gradients finite; bool[], loss finite; what `due` returns.
+            bool[], gradients finite; bool[], loss finite; what `due` returns. NumPy bools where the
+            host has read them, for it to branch on; tensors while they are traced.
         """
 
     def after(self, finite: Tensor, sample: Tensor) -> Tensor:
         """`finite`, but known only once `sample` is, so that nothing is updated before."""
-
-    def known(self, flag: Tensor) -> bool | None:
-        """A flag, if it has come to the host; None on a device, or while it is being traced."""
 
     def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
         """`compute()` if `pred`, else `otherwise`; neither writes anything."""

@@ -163,8 +163,7 @@ def measure_sample(
     Args:
         before: float32[2 * n], from `sample`: the scaled gradients, and weights before the update.
         after: float32[n], from `sample_weights`, after the update.
-        cuts: how each variable is sampled.
-        order: the order of the variables in the samples.
+        cuts, order: how the variables are sampled, and in which order.
 
     Returns:
         float32[num_variables, 3 + 47]: `COLUMNS`, then the gradient's histogram: zeros, each

@@ -52,14 +52,9 @@ def gather(
 ) -> list[Part]:
     """Stack small gradients of the same size, dtype and kind; leave the others as they are.
 
-    Args:
-        gradients: one for each variable; None is left out.
-        sizes: each variable's number of elements.
-        kinds: a label for each variable; only gradients with equal labels are stacked.
-        alone: for each variable, whether it must not be stacked.
-
-    Returns:
-        The stacks, then the single gradients in the order of the variables.
+    Each argument has an entry for each variable: its gradient or None, its number of elements, its
+    kind, and whether its gradient must not be stacked. The stacks come first, then the single
+    gradients in the order of the variables.
     """
     small: dict[Any, list[int]] = {}
     parts, large = [], []
@@ -98,7 +93,7 @@ def _reduce_parts(
     number: int,
     together: bool,
 ) -> Tensor:
-    """Reduce each gradient to one row.
+    """`[number, ...]`: each gradient reduced to a row; zeros for variables without a gradient.
 
     Args:
         look: maps a tensor to columns of the same shape; must map 0 to 0 (padding).
@@ -106,9 +101,6 @@ def _reduce_parts(
         parts: from `gather`.
         number: the number of variables.
         together: whether to stack large gradients of one shape too.
-
-    Returns:
-        `[number, ...]`: the rows that `join` returns; zeros for variables without a gradient.
     """
     groups: dict[Any, list[Part]] = {}
     for part in parts:
@@ -174,16 +166,9 @@ def _reduced_rows(look: Callable[[Tensor], Columns], stacked: Tensor) -> Columns
 
 
 def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = False) -> Tensor:
-    """Measure gradients in the graph.
+    """float32[num_variables, 4]: `LEVELS` of true gradients; zeros where there is no gradient.
 
-    Args:
-        parts: the gradients, already divided by the loss scale, from `kmp.health.measure.gather`.
-            A variable without a gradient gets a row of zeros.
-        sizes: each variable's number of elements, of which a sparse gradient holds only a part.
-        together: whether to stack large gradients of one shape, see `_reduce_parts`.
-
-    Returns:
-        float32[num_variables, 4]: the columns `l2_norm`, `max_abs`, `zero_share`, `nonfinite`.
+    A variable has `sizes` elements, of which a sparse gradient holds only a part.
 
     Example:
 
@@ -226,11 +211,7 @@ def _look_at_levels(values: Tensor) -> Columns:
 
 
 def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False) -> Tensor:
-    """Find the gradients that hold inf or NaN.
-
-    Returns:
-        float32[number], above 0 for those gradients; 0 for a variable without a gradient.
-    """
+    """float32[number], above 0 for gradients that hold inf or NaN, 0 where there is none."""
     if not parts:
         return ops.zeros((number,), "float32")
     if not _backend.inside_xla():
@@ -253,16 +234,10 @@ def _look_for_nonfinite(values: Tensor) -> Columns:
 
 @_backend.compiled
 def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the variables with a non-finite gradient, and find the one to blame.
+    """int32[] and int32[]: how many gradients are not finite, and the index of the one to blame.
 
-    That is the last of them in the model's order: the backward pass computes its gradient first,
-    and inf and NaN spread from there to the variables before it.
-
-    Args:
-        nonfinite: float32[num_variables], above 0 if the gradient was not finite in a step.
-
-    Returns:
-        int32[], how many; int32[], the index of the last one, 0 if there is none.
+    That is the last of them in the model's order, or 0: the backward pass computes its gradient
+    first, and inf and NaN spread from there to the variables before it.
     """
     bad = ops.cast(nonfinite > 0, "int32")
     return _backend.reduce_columns((bad, bad * ops.arange(bad.shape[0], dtype="int32")), (0,))

@@ -11,15 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Due, Gradient, Tensor
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, Part, gather
-
-# Divides the gradients by the loss scale, which the second argument holds.
-Divide = Callable[[Sequence[Part], Sequence[Tensor]], list[Part]]
 
 
 class _Way(NamedTuple):
@@ -64,6 +62,7 @@ class Look(NamedTuple):
     levels: Tensor | None = None  # float32[num_variables, 4], possibly of an earlier step
     sample: Tensor | None = None  # float32[2 * n], from `details.sample`
     order: Sequence[int] = ()  # of the variables in the sample
+    on_host: bool = False  # whether the host knows the flags, and may branch on them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +116,32 @@ class MeasurePlan:
         return self.max_abs or (self.levels and (small if part.stacked else large))
 
 
+class Gradients(NamedTuple):
+    """The gradients of a step; if not divided yet, with the loss scale and how to divide by it."""
+
+    parts: Sequence[Part]  # from `plan.gather`
+    scale: Sequence[Tensor] = ()
+    divide: Callable[[Sequence[Part], Sequence[Tensor]], list[Part]] | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a program for one target takes, to be put back by `filled`."""
+        return [*self.scale, *(part.values for part in self.parts)]
+
+    def filled(self, tensors: Sequence[Tensor]) -> "Gradients":
+        """The same with these tensors."""
+        number = len(self.scale)
+        parts = _refilled(self.parts, tensors[number:])
+        return self._replace(parts=parts, scale=tensors[:number])
+
+    def true(self) -> Sequence[Part]:
+        """The gradients after the division by the loss scale."""
+        return self.divide(self.parts, self.scale) if self.divide else self.parts
+
+
 def look(
     plan: MeasurePlan,
-    parts: Sequence[Part],
-    divide: Divide,
-    scale: Sequence[Tensor],
+    gradients: Gradients,
     loss_nonfinite: Tensor,
     cadence: tuple[Due, Sequence[Tensor]] | None,
     previous: Tensor | None,
@@ -130,15 +150,13 @@ def look(
 
     Args:
         plan: the optimizer's plan.
-        parts: the gradients, from `plan.gather`.
-        divide: divides parts by the loss scale.
-        scale: the loss scale, as `divide` takes it.
+        gradients: of the variables that it was made for.
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
         cadence: what tells whether levels and details are due, and what that takes, from
             `Telemetry.cadence`; None if nothing is measured.
         previous: float32[num_variables, 4], the levels of the last measured step.
     """
-    nonfinite, levels = _check(plan, parts, divide, scale)
+    nonfinite, levels = _check(plan, gradients)
     # Outside XLA the few steps that overflow ask for the culprit; the others need only a number.
     blamed = measure.blame(nonfinite) if _backend.inside_xla() else None
     (number,) = blamed[:1] if blamed else _backend.reduce_columns((nonfinite,), (0,))
@@ -147,25 +165,24 @@ def look(
     largest = None
     if plan.max_abs:
         largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
-    seen = Look(finite, loss_finite, nonfinite, blamed, largest)
+    on_host = isinstance(finite, np.bool_)
+    seen = Look(finite, loss_finite, nonfinite, blamed, largest, on_host=on_host)
     if flags is None:
         return seen
     # An overflowing step always measures its levels. (Operators rather than ops, because on PyTorch
     # the flags are on the host.)
     due_levels = flags[0] | ~finite
-    levels = _complete(plan, parts, divide, scale, due_levels, levels, previous)
+    levels = _complete(plan, gradients, due_levels, levels, previous)
     return seen._replace(due_levels=due_levels, due_details=flags[1], levels=levels)
 
 
-def _check(
-    plan: MeasurePlan, parts: Sequence[Part], divide: Divide, scale: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
+def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
     """float32[n] and float32[n, 4]: non-finite gradients, and levels measured in the same pass."""
     number = len(plan.sizes)
 
     def check(target: str, *tensors: Any) -> Sequence[Tensor]:
         way = _WAYS[target]
-        true = divide(_refilled(parts, tensors[len(scale) :]), tensors[: len(scale)])
+        true = gradients.filled(tensors).true()
         always = [part for part in true if plan.is_checked_with_levels(part, way)]
         others = [part for part in true if not plan.is_checked_with_levels(part, way)]
         if not always:
@@ -179,40 +196,33 @@ def _check(
         return nonfinite, levels
 
     shapes = [(number,), (number, len(LEVELS))]
-    values = [part.values for part in parts]
-    return tuple(_backend.per_target(check, shapes, *scale, *values))
+    return tuple(_backend.per_target(check, shapes, *gradients.tensors))
 
 
 def _complete(
-    plan: MeasurePlan,
-    parts: Sequence[Part],
-    divide: Divide,
-    scale: Sequence[Tensor],
-    due: Tensor,
-    levels: Tensor,
-    previous: Any,
+    plan: MeasurePlan, gradients: Gradients, due: Tensor, levels: Tensor, previous: Any
 ) -> Tensor:
     """float32[n, 4]: the levels of all gradients if `due`, else `previous`."""
 
     def complete(target: str, due: Any, levels: Any, previous: Any, *tensors: Any) -> list[Tensor]:
         way = _WAYS[target]
-        refilled = _refilled(parts, tensors[len(scale) :])
-        others = [part for part in refilled if not plan.is_checked_with_levels(part, way)]
+        given = gradients.filled(tensors)
+        others = [part for part in given.parts if not plan.is_checked_with_levels(part, way)]
 
         def all_levels() -> Tensor:
             if not others:
                 return plan.of_gradients(levels)
             # Divide inside the branch: outside, every step would write the quotients to memory.
-            true = divide(others, tensors[: len(scale)])
+            true = given._replace(parts=others).true()
             return plan.of_gradients(levels + _levels(plan, true, target))
 
-        if (others and way.branches) or _backend.known(due) is not None:
+        if (others and way.branches) or isinstance(due, np.bool_):
             return [_backend.compute_if(due, all_levels, previous)]
         return [ops.where(due, all_levels(), previous)]
 
     shapes = [(len(plan.sizes), len(LEVELS))]
-    values = [part.values for part in parts]
-    return _backend.per_target(complete, shapes, due, levels, previous, *scale, *values)[0]
+    tensors = due, levels, previous, *gradients.tensors
+    return _backend.per_target(complete, shapes, *tensors)[0]
 
 
 def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:

@@ -86,7 +86,7 @@ class Telemetry:
             scale: float32[].
             weights: returns the values of the variables after the update.
         """
-        if not _backend.known(seen.finite):
+        if not (seen.on_host and seen.finite):
             blamed = seen.blamed or measure.blame(seen.nonfinite)
             events = ops.convert_to_tensor(self.events)
             self.events.assign(add_event(events, step, scale, blamed, seen.loss_finite))

@@ -167,17 +167,16 @@ def normalize_by_batch(
     """`(x - mean) / sqrt(variance + epsilon) * gamma + beta`, computed in float32.
 
     The backward pass keeps the batch in the dtype it came in and a few numbers per channel, and
-    recomputes the rest. Automatic differentiation would keep the batch twice in float32: four times
-    the bytes of half inputs.
+    recomputes the rest.
 
     Args:
         x: any float dtype, any shape.
         gamma, beta: float32, of the rank of `x`, with size 1 on all axes but that of the channels.
         mask: bool `x.shape[:-1]`, or None; False leaves an element out of the moments.
-        axis: int, 0 or more, the axis of the channels.
-        epsilon: float, added to the variance.
+        axis: 0 or more, the axis of the channels.
+        epsilon: added to the variance.
         synchronized: whether the moments span the replicas of a `tf.distribute` strategy.
-        dtype: the dtype of the result.
+        dtype: of the result.
 
     Returns:
         The normalized `x`, and the moments in at least float32. Gradients of any order flow from
@@ -229,7 +228,7 @@ def moments(x: Tensor, mask: Tensor | None, axis: int, synchronized: bool = Fals
     Args:
         x: float32 or float64, of any shape.
         mask: bool of the shape of `x`, or None; False leaves an element out.
-        axis: int, 0 or more, the axis that is not reduced. The reduced axes stay, with size 1.
+        axis: 0 or more, the axis that is not reduced. The reduced axes stay, with size 1.
         synchronized: whether to reduce over the replicas of a `tf.distribute` strategy too.
 
     Returns:

@@ -119,9 +119,7 @@ formats = Formats()
 def table() -> str:
     """The formats as a text table, one per line, as `python -m kmp formats` prints it."""
     columns = [field.name for field in dataclasses.fields(Format)]
-    rows = [columns] + [[_cell(getattr(f, c)) for c in columns] for f in formats.values()]
+    rows = [columns]
+    for each in map(dataclasses.astuple, formats.values()):
+        rows.append([f"{x:.5g}" if isinstance(x, float) else str(x) for x in each])
     return _common.table(rows)
-
-
-def _cell(value: object) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)

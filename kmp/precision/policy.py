@@ -27,7 +27,7 @@ class Scope(NamedTuple):
     enabled: bool
     policy_before: Any  # the global policy when this scope was opened
     policy_outside: Any  # the global policy when the outermost scope was opened
-    parent: Any  # Scope or None
+    parent: "Scope | None"
 
 
 # Every thread starts without a scope, as it starts with a global policy of its own in Keras.
@@ -102,10 +102,8 @@ class Policy(keras.DTypePolicy):
         if param_dtype is not None or dtypes:
             params = name if name is not None else param_dtype
             dtypes["param_dtype"] = as_float_dtype("float32" if params is None else params)
-        elif name is None:
-            dtypes = _parse(keras.config.dtype_policy())
         else:
-            dtypes = _parse(name)
+            dtypes = _parse(keras.config.dtype_policy() if name is None else name)
         self.adapts = dtypes.pop(AUTOCAST, False)
         self._variable_dtype = dtypes.get("param_dtype", "float32")
         self._compute_dtype = dtypes.get("compute_dtype", self._variable_dtype)

@@ -125,8 +125,9 @@ class AmaxLossScale(DynamicLossScale):
         grows = ops.less_equal(steps, -self.growth_interval)
         slowly = ops.where(grows, grown, scale)
         small = ops.less(scale, enough)
-        steps = ops.where(ops.logical_or(small, grows), ops.zeros_like(steps), steps)
-        return ops.where(small, ops.minimum(grown, enough), slowly), steps
+        still = ops.logical_or(small, grows)
+        scale = ops.where(small, ops.minimum(grown, enough), slowly)
+        return scale, ops.where(still, ops.zeros_like(steps), steps)
 
     def _fitting(self, max_abs: Tensor) -> Tensor:
         """The largest power of two at which `max_abs` keeps its headroom; 0 if there is none.

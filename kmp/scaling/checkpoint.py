@@ -29,13 +29,8 @@ _UNBUILT = ("iteration", "learning_rate")  # what an optimizer has before it is 
 # The others are of measuring, or dropping whole windows: that may have been switched on since.
 _REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
 _COUNTERS = ("iteration", "step_counter", "skipped_steps", "consecutive_skips")
-_GRAD_SCALER_KEYS = (
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "_growth_tracker",
-)
+_OF_RULES = ("growth_factor", "backoff_factor", "growth_interval")  # of a GradScaler, and ours
+_GRAD_SCALER_KEYS = ("scale", *_OF_RULES, "_growth_tracker")
 
 
 def save_own_variables(optimizer: Any, store: Any) -> None:
@@ -43,8 +38,8 @@ def save_own_variables(optimizer: Any, store: Any) -> None:
     for variable in optimizer.own_variables:
         store[variable.name] = variable.numpy()
     store[_INNER_SIZES] = _sizes(optimizer.inner_optimizer.variables)
-    text = json.dumps({"rule": _rule_name(optimizer.loss_scale), "slots": _slots(optimizer)})
-    store[_LAYOUT] = np.frombuffer(text.encode(), "uint8")
+    layout = {"rule": type(optimizer.loss_scale).__name__, "slots": _slots(optimizer)}
+    store[_LAYOUT] = np.frombuffer(json.dumps(layout).encode(), "uint8")
 
 
 def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
@@ -64,16 +59,18 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
         warn(f"The state of {optimizer.name!r} is not loaded: {reason}.")
         return
     own = {v.name: v for v in optimizer.own_variables}
-    inner = optimizer.inner_optimizer.variables
+    inner, rule = optimizer.inner_optimizer.variables, optimizer.loss_scale
+    scale = own["dynamic_scale"]
     if "dynamic_scale" in keys:
         layout = _checked_layout(optimizer, store)
         values = [(v, store[name]) for name, v in own.items() if name in keys]
-        stored = layout.get("rule", _rule_name(optimizer.loss_scale))
-        if stored != _rule_name(optimizer.loss_scale):
+        present = type(rule).__name__
+        stored = layout.get("rule", present)
+        if stored != present:
             # The rules count differently: one up to its next growth, another down to its next look.
             values.append((own["step_counter"], 0))
             if stored == NoOpLossScale.__name__:  # its 1 was never searched for
-                values.append((own["dynamic_scale"], optimizer.loss_scale.init().scale))
+                values.append((scale, rule.init().scale))
     elif len(keys) == len(inner):
         values = [(v, store[str(i)]) for i, v in enumerate(inner)]
     elif len(keys) == len(_KERAS_OWN) + len(inner):
@@ -84,14 +81,8 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
     if "dynamic_scale" not in keys:  # a foreign file: its steps are those that were applied
         values.append((own["iteration"], store[str(len(keys) - len(inner))]))
         _expect_less_of_the_inner(optimizer.inner_optimizer)
-    scale = own["dynamic_scale"]
-    rule = optimizer.loss_scale
     values = [(v, _within_bounds(rule, x) if v is scale else x) for v, x in values]
     _assign_all(optimizer, values)
-
-
-def _rule_name(rule: Any) -> str:
-    return type(rule).__name__
 
 
 def _slots(optimizer: Any) -> list[list[Any]]:
@@ -254,12 +245,14 @@ def _load_unbuilt(inner: Any, store: Mapping[str, Any]) -> None:
 def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
     """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` gives it."""
     rule = optimizer.loss_scale
+    is_dynamic = type(rule) is DynamicLossScale
     return {
         "scale": float(optimizer.scale_variable.numpy()),
         "growth_factor": getattr(rule, "growth_factor", 1.0),
         "backoff_factor": getattr(rule, "backoff_factor", 1.0),
         "growth_interval": getattr(rule, "growth_interval", 2**31 - 1),
-        "_growth_tracker": _growth_tracker(optimizer),
+        # AmaxLossScale counts other steps.
+        "_growth_tracker": int(optimizer.step_counter.numpy()) if is_dynamic else 0,
     }
 
 
@@ -282,17 +275,9 @@ def load_grad_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     tracker = whole_number("_growth_tracker + 1", tracker + 1, "the GradScaler state") - 1
     optimizer.loss_scale = dataclasses.replace(
         optimizer.loss_scale,
-        growth_factor=state["growth_factor"],
-        backoff_factor=state["backoff_factor"],
-        growth_interval=state["growth_interval"],
+        **{name: state[name] for name in _OF_RULES},
         min_scale=min(optimizer.loss_scale.min_scale, scale),
         max_scale=max(optimizer.loss_scale.max_scale, scale),
     )
     optimizer.scale_variable.assign(scale)
     optimizer.step_counter.assign(tracker)
-
-
-def _growth_tracker(optimizer: Any) -> int:
-    """Finite steps in a row; AmaxLossScale counts others."""
-    is_dynamic = type(optimizer.loss_scale) is DynamicLossScale
-    return int(optimizer.step_counter.numpy()) if is_dynamic else 0

@@ -16,7 +16,7 @@ from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._keras.optimizer import lying_as, on_every_device, shards_of
 from kmp.half_memory import gradient_dtypes
 from kmp.health.measure import Part
-from kmp.health.plan import Kind, Look, MeasurePlan, look, take_sample
+from kmp.health.plan import Gradients, Kind, Look, MeasurePlan, look, take_sample
 from kmp.health.telemetry import Telemetry
 from kmp.precision.trees import map_gradients
 from kmp.scaling.inner import DroppedWindow
@@ -85,14 +85,15 @@ class ScaledStep:
 
         true = replicas.on_each(divide, scaled)
         rows = self._rows(replicas.local(scaled), places)
-        seen = self._look(rule, rows, self._rows(replicas.local(true), places))
-        if measures_details and _backend.known(seen.due_details) is not False:
+        before, step = self.counters.state, self.counters.step_number
+        seen = self._look(rule, before, step, rows, self._rows(replicas.local(true), places))
+        if self.telemetry and measures_details and (not seen.on_host or seen.due_details):
             seen = take_sample(self.plan, seen, self._parts(rows), self._weights())
         applies = seen.finite
         if self.window is not None:
             applies = ops.logical_and(seen.finite, self.window.admits())
         replicas.update_if(applies, self.inner, true, variables)
-        self._record(rule, seen, applies)
+        self._record(rule, before, step, seen, applies)
 
     def forget_scale_of(self, before: ScaleState, nonfinite: Tensor) -> None:
         """Take back what the last step did to the loss scale, if its loss was not finite.
@@ -104,25 +105,32 @@ class ScaledStep:
             before: the state of the scale before the step.
             nonfinite: bool[], whether the step was skipped and its loss was not finite.
         """
-        self._set_scale(before, self.counters.state, nonfinite)
+        after = _kept_if(nonfinite, before, self.counters.state)
+        self.counters.scale.assign(after.scale)
+        self.counters.finite_steps.assign(after.finite_steps)
         if self.telemetry is not None:
             self.telemetry.mark_loss(nonfinite)
 
-    def _look(self, rule: LossScale, scaled: list[Gradient], true: list[Gradient]) -> Look:
+    def _look(
+        self,
+        rule: LossScale,
+        before: ScaleState,
+        step: Tensor,
+        scaled: list[Gradient],
+        true: list[Gradient],
+    ) -> Look:
         """Look at the gradients before anything is written."""
-        gradients, divide = true, _as_they_are
-        scale: Sequence[Tensor] = ()
-        if _backend.inside_xla() and not _backend.is_concrete(self.counters.state.scale):
+        if _backend.inside_xla() and not _backend.is_concrete(before.scale):
             # XLA divides while it updates, and again here: the true gradients are never in memory.
-            gradients, divide = scaled, functools.partial(_divided_parts, rule)
-            scale = self.counters.state
+            divide = functools.partial(_divided_parts, rule)
+            gradients = Gradients(self._parts(scaled), before, divide)
+        else:
+            gradients = Gradients(self._parts(true))
         return look(
             self.plan,
-            self._parts(gradients),
-            divide,
-            scale,
+            gradients,
             ops.convert_to_tensor(self.counters.loss_nonfinite),
-            self.telemetry.cadence(self.counters.step_number) if self.telemetry else None,
+            self.telemetry.cadence(step) if self.telemetry else None,
             self.telemetry and self.telemetry.levels,
         )
 
@@ -134,35 +142,30 @@ class ScaledStep:
         held = ((i, x) for i, x in enumerate(gradients) if x is not None and sizes[i])
         return [Part(x, (i,), False, is_dense=dense[i]) for i, x in held]
 
-    def _record(self, rule: LossScale, seen: Look, applied: Tensor) -> None:
+    def _record(
+        self, rule: LossScale, before: ScaleState, step: Tensor, seen: Look, applied: Tensor
+    ) -> None:
         """Write the next scale, the counters and the measurements."""
-        counters, before = self.counters, self.counters.state
+        counters = self.counters
         largest = () if seen.max_abs is None else (seen.max_abs,)
         after = rule.next(before, seen.finite, *largest)
-        if self.telemetry is not None and _backend.known(seen.due_levels) is not False:
-            step = counters.step_number
+        nonfinite = ~(seen.finite | seen.loss_finite)
+        if not seen.on_host or nonfinite:
+            after = _kept_if(nonfinite, before, after)
+        if self.telemetry and (not seen.on_host or seen.due_levels):
             self.telemetry.record(self.plan, seen, step, before.scale, self._weights)
-        self._set_scale(before, after, ~(seen.finite | seen.loss_finite))
+        counters.scale.assign(after.scale)
+        counters.finite_steps.assign(after.finite_steps)
         counters.overflows.assign(after.overflows)
-        if not _backend.known(applied):
-            counters.skipped_steps.assign_add(ops.cast(~applied, "int32"))
+        if self.window is not None or not (seen.on_host and seen.finite):
+            counters.skipped_steps.assign_add(ops.cast(ops.logical_not(applied), "int32"))
         # This is 1, but known only with the verdict. At the end of data of unknown length
         # TensorFlow's loop runs a step without data, in which a plain 1 would be counted.
-        known = _backend.known(seen.finite) is not None
-        counters.steps.assign_add(1 if known else ops.where(seen.finite, 1, 1))
-        if not _backend.known(seen.loss_finite):
+        counters.steps.assign_add(1 if seen.on_host else ops.where(seen.finite, 1, 1))
+        if not (seen.on_host and seen.loss_finite):
             counters.loss_nonfinite.assign(ops.zeros((), "float32"))
         if self.window is not None:
             self.window.record(seen.finite)
-
-    def _set_scale(self, before: ScaleState, after: ScaleState, nonfinite: Tensor) -> None:
-        """Move the scale, unless a loss was `nonfinite`: against that no scale helps."""
-        scale, steps = after.scale, after.finite_steps
-        if _backend.known(nonfinite) is not False:
-            scale = ops.where(nonfinite, before.scale, scale)
-            steps = ops.where(nonfinite, ops.minimum(before.finite_steps, steps), steps)
-        self.counters.scale.assign(scale)
-        self.counters.finite_steps.assign(steps)
 
     def _rows(self, gradients: list[Gradient], places: Sequence[int]) -> list[Gradient]:
         """The gradient, or None, of each variable that the optimizer was built with."""
@@ -174,6 +177,15 @@ class ScaledStep:
     def _weights(self) -> list[Tensor]:
         pairs = zip(map(ops.convert_to_tensor, self.variables), self.plan.split, strict=True)
         return [x if split else on_every_device(x) for x, split in pairs]
+
+
+def _kept_if(nonfinite: Tensor, before: ScaleState, after: ScaleState) -> ScaleState:
+    """`after`, but with the scale of `before` if a loss was `nonfinite`: no scale helps then."""
+    steps = ops.minimum(before.finite_steps, after.finite_steps)
+    return after._replace(
+        scale=ops.where(nonfinite, before.scale, after.scale),
+        finite_steps=ops.where(nonfinite, steps, after.finite_steps),
+    )
 
 
 def _unscaled(
@@ -195,10 +207,6 @@ def _divided_parts(rule: LossScale, parts: Sequence[Part], scale: Sequence[Tenso
     kinds: list[Any] = [part.kind for part in parts]
     values = _unscaled(rule, [part.values for part in parts], kinds, ScaleState(*scale))
     return [part._replace(values=x) for part, x in zip(parts, values, strict=True)]
-
-
-def _as_they_are(parts: Sequence[Part], scale: Sequence[Tensor]) -> list[Part]:
-    return list(parts)
 
 
 def plan_for(

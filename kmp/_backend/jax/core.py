@@ -43,15 +43,11 @@ def flags(
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:
     # By a dot product, which XLA's CPU compiler copies into no update.
-    if known(finite) is not None:
+    if is_concrete(finite):
         return finite
     flags = jnp.stack([jnp.logical_not(finite), jnp.dot(sample, sample) < 0])
     flags = flags.astype("float32")
     return jax.lax.optimization_barrier(jnp.dot(flags, flags)) == 0
-
-
-def known(flag: Tensor) -> bool | None:
-    return None if isinstance(flag, jax.core.Tracer) else bool(flag)
 
 
 def note_loss(variable: Variable, is_finite: Callable[[], Tensor]) -> None:
@@ -85,7 +81,7 @@ def gradient_sample(gradient: Gradient, strides: Sequence[int], target: str) -> 
 
 
 def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-    if known(pred) is not None:
+    if is_concrete(pred):
         return compute() if pred else otherwise
     return jax.lax.cond(pred, compute, lambda: otherwise)
 
@@ -194,6 +190,10 @@ SEES_LOSS = False  # the loss is scaled inside the differentiated function, whic
 def inside_xla() -> bool:
     # JAX compiles each operation that it does not trace.
     return True
+
+
+def is_concrete(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer)
 
 
 def platform() -> str:

@@ -8,6 +8,7 @@ import jax
 import keras
 from jax import numpy as jnp
 
+from kmp._backend.jax.core import is_concrete
 from kmp._backend.types import Gradient, Tensor, Tree, Variable
 
 _LOOPS = ("fori_loop", "map", "scan", "while_loop")
@@ -39,10 +40,6 @@ def gradients(
 
     value, pull_back = jax.vjp(function, [v.value for v in variables])
     return value, pull_back(jnp.ones_like(value))[0]
-
-
-def is_concrete(x: Any) -> bool:
-    return not isinstance(x, jax.core.Tracer)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from kmp._backend.default import (
     constant,
     from_host,
     hash_bits,
-    known,
     segment_sum,
     settle,
     to_host,

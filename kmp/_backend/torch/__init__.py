@@ -38,7 +38,6 @@ from kmp._backend.torch.core import (
     flags,
     hash_bits,
     kept_values,
-    known,
     matmul_float32,
     multiply,
     note_loss,

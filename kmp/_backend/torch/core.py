@@ -102,8 +102,7 @@ def flags(
     if torch.compiler.is_compiling():
         return counts[0] == 0, counts[1] == 0, due and due(*tensors)
     number, loss_nonfinite, *read = _on_host([*counts, *tensors])
-    flags = tuple(map(bool, due(*read))) if due else None
-    return torch.tensor(bool(number == 0)), bool(loss_nonfinite == 0), flags
+    return number == 0, loss_nonfinite == 0, due and due(*read)
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
@@ -141,14 +140,6 @@ def _with_other_processes() -> bool:
 def note_loss(variable: Variable, is_finite: Callable[[], Tensor]) -> None:
     with torch.no_grad():
         variable.assign(variable.value.masked_fill(~is_finite(), 1.0))
-
-
-def known(flag: Tensor) -> bool | None:
-    if not isinstance(flag, torch.Tensor):
-        return bool(flag)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return None
-    return bool(flag) if flag.device.type == "cpu" else None
 
 
 def per_target(
