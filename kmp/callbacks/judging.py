@@ -1,5 +1,6 @@
 """The verdict over the steps of an epoch, from its reports."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -46,6 +47,8 @@ def _forward_nan(evidence: Evidence) -> Verdict | None:
         reason = f"`{lost[0]}` of the epoch is {value}, though all gradients are finite"
     else:
         return None
+    if gone := _lost(evidence):
+        return dataclasses.replace(gone, state="FORWARD-NAN", reason=f"{reason}; {gone.reason}")
     return Verdict(
         "FORWARD-NAN",
         "",
@@ -159,7 +162,8 @@ def _lost(evidence: Evidence) -> Verdict | None:
         "UNSTABLE",
         lost[-1],
         f"{len(lost)} of {len(norms)} weights hold inf or NaN",
-        "No step brings them back: load a checkpoint from before.",
+        "No step brings them back: load a checkpoint from before. Gradients that are not finite "
+        "are skipped, so look at the learning rate, the optimizer's epsilon and constraints.",
     )
 
 

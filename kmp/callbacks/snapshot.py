@@ -121,7 +121,7 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
     if scale is not None and isinstance(rule, DynamicLossScale):
         # Never up: what overflowed since the snapshot would overflow again.
         now = _number(scale)
-        lowered = max(min(now, loss_scale) * rule.backoff_factor, rule.min_scale)
+        lowered = min(now, max(min(now, loss_scale) * rule.backoff_factor, rule.min_scale))
         scale.assign(lowered)
         optimizer.step_counter.assign(0)
         changes.append(f"loss scale {now:g} -> {lowered:g}")

@@ -9,6 +9,7 @@ from kmp.callbacks.cadence import Cadence
 from kmp.callbacks.order import come_first
 from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
 from kmp.callbacks.protection import Claim, protect_fit, release
+from kmp.scaling.optimizer import LossScaleOptimizer
 
 
 class TerminateOnNaN(keras.callbacks.Callback):
@@ -106,9 +107,16 @@ class TerminateOnNaN(keras.callbacks.Callback):
         dead = [variables[i].path for i in progress.nonfinite]
         if dead:
             more = f" and {len(dead) - 5} more" if len(dead) > 5 else ""
+            is_kmps = isinstance(self._trained.optimizer, LossScaleOptimizer)
+            advice = (
+                "look at the learning rate, the optimizer's epsilon and constraints, since the "
+                "gradients were finite."
+                if is_kmps
+                else "compile with kmp.scaled(...), which skips such a step."
+            )
             return (
                 f"{len(dead)} weights are not finite: {', '.join(dead[:5])}{more}. Go back to a "
-                "checkpoint, and compile with kmp.scaled(...), which skips such a step."
+                f"checkpoint, and {advice}"
             )
         skips, losses = progress.consecutive_skips, progress.nonfinite_losses
         if max(skips, losses) < self.patience:

@@ -151,6 +151,13 @@ def test_the_loss_scale_is_not_restored_upwards_nor_below_its_floor():
     assert "loss scale 64 -> 64" in rewind.changes
 
 
+def test_a_scale_of_keras_own_below_1_is_not_restored_upwards():
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE), 0.5)
+    model = linear_model(optimizer)
+    optimizer.build(model.trainable_variables)
+    assert "loss scale 0.5 -> 0.5" in restore_snapshot(model, take_snapshot(model, 1), 0.5)
+
+
 def test_a_state_that_is_not_finite_is_no_snapshot():
     model = linear_model("sgd")
     fit(model, [], steps=2)

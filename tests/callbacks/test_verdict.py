@@ -346,6 +346,20 @@ def test_weights_that_are_lost_where_nothing_else_shows_it(lost):
     assert "1 of 6 weights hold inf or NaN" in watch.verdict.reason
 
 
+def test_weights_that_an_update_has_lost():
+    """The gradient was finite; what the optimizer made of it was not."""
+
+    class Ends(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return ops.where(ops.cast(step, "float32") > 30.0, np.nan, 0.01)
+
+    with pytest.warns(kmp.PrecisionWarning, match="optimizer's epsilon"):
+        found = watched_run(learning_rate=Ends(), steps=60).verdict
+    assert found.state == "FORWARD-NAN" and found.blame.endswith("head/bias")
+    assert "the loss was not finite" in found.reason and "weights hold inf or NaN" in found.reason
+    assert "load a checkpoint" in found.advice
+
+
 def test_updates_that_are_too_large():
     def found(looks):
         rule, ratios = kmp.DynamicLossScale(), [-0.5] * looks
