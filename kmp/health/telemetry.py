@@ -29,28 +29,21 @@ NUM_EVENTS = 16
 FIRST_STEPS = 100
 INTERVAL = 100
 
-AddVariable = Callable[..., Variable]  # name, shape, dtype
-
 
 class Telemetry:
     """The variables that hold the measurements: when a step writes them, and what.
 
     Args:
-        add: creates a variable of the optimizer.
+        add: creates a variable of the optimizer, given its name, shape and dtype.
         rows: how many variables the optimizer updates.
-
-    Attributes:
-        health: float32[rows, 5], columns as in `COLUMNS`.
-        details: float32[rows, 50], columns as in `details.COLUMNS`, then the exponents' counts.
-        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
-        sampling: int32[4], see `due`.
     """
 
-    def __init__(self, add: AddVariable, rows: int):
+    def __init__(self, add: Callable[..., Variable], rows: int):
         self.health = add("gradient_health", (rows, len(COLUMNS)))
+        # Columns as in `details.COLUMNS`, then the counts of the exponents.
         self.details = add("gradient_details", (rows, len(details.COLUMNS) + details.BINS))
         self.events = add("overflow_events", (NUM_EVENTS, len(EVENT_COLUMNS)))
-        self.sampling = add("sampling", (4,), "int32")
+        self.sampling = add("sampling", (4,), "int32")  # see `due`
 
     @property
     def levels(self) -> Tensor:
@@ -185,6 +178,6 @@ def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]
 
 @_backend.compiled
 def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:
-    """int32[4]: `sampling` with this step as the last with levels, or with details, if it is."""
+    """int32[4]: `sampling`, with this step noted as the last with levels, or details, if it is."""
     last = [ops.where(levels, step, sampling[2]), ops.where(details, step, sampling[3])]
     return ops.concatenate([sampling[:2], ops.stack(last)])
