@@ -168,15 +168,12 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
         true = gradients.filled(tensors).true()
         always = [part for part in true if plan.is_checked_with_levels(part, way)]
         others = [part for part in true if not plan.is_checked_with_levels(part, way)]
+        find = functools.partial(measure.find_nonfinite, others, number, together=way.together)
         if not always:
-            nonfinite = measure.find_nonfinite(others, number, together=way.together)
-            return nonfinite, ops.zeros((number, len(LEVELS)), "float32")
+            return find(), ops.zeros((number, len(LEVELS)), "float32")
         levels = _levels(plan, always, target)
         nonfinite = levels[:, measure.NONFINITE]
-        if others:
-            found = measure.find_nonfinite(others, number, together=way.together)
-            nonfinite = nonfinite + found
-        return nonfinite, levels
+        return (nonfinite + find() if others else nonfinite), levels
 
     shapes = [(number,), (number, len(LEVELS))]
     return tuple(_backend.per_target(check, shapes, *gradients.tensors))

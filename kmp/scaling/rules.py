@@ -228,14 +228,7 @@ class DynamicLossScale(_Rule):
 
 
 def get(identifier: Any) -> LossScale:
-    """Return the strategy that `identifier` names.
-
-    Args:
-        identifier: `"dynamic"`, `"none"`, a positive number (a static scale), a strategy, or the
-            serialised config of one.
-
-    Raises:
-        ValueError: if it is none of these.
+    """Return the strategy that `loss_scale` of `kmp.scaled` names, or whose saved config it is.
 
     Example:
 
