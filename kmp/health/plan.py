@@ -33,7 +33,7 @@ _WAYS = {
     # XLA fuses a stack into its reduction on GPUs; elsewhere it writes the stack to memory.
     "gpu": _Way(with_the_check=(True, True), together=True, branches=False),
     "tpu": _Way(with_the_check=(True, True), together=False, branches=False),
-    # Compiling one more reduction would take longer than measuring small gradients ever does.
+    # A second reduction of small gradients would take longer to compile than it could ever save.
     "cpu": _Way(with_the_check=(True, False), together=False, branches=True),
     "host": _Way(with_the_check=(False, False), together=False, branches=True),  # outside XLA
     "torch.compile": _Way(with_the_check=(True, True), together=False, branches=False),
@@ -78,26 +78,15 @@ class MeasurePlan:
     shards: tuple[tuple[int, ...], ...]  # how many pieces each axis of each variable is split into
     levels: bool  # whether the levels of all gradients are measured
     max_abs: bool  # whether the loss-scaling rule needs the largest gradient of every step
+    sizes: tuple[int, ...] = dataclasses.field(init=False)  # each variable's number of elements
+    split: tuple[bool, ...] = dataclasses.field(init=False)  # whether it is split over devices
+    cuts: tuple[details.Cut, ...] = dataclasses.field(init=False)  # how it is sampled
 
     def __post_init__(self):
-        # Now: torch.compile cannot trace the lock that `cached_property` takes on Python 3.11.
-        for name in ("sizes", "split", "cuts"):
-            getattr(self, name)
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Each variable's number of elements."""
-        return tuple(math.prod(shape) for shape in self.shapes)
-
-    @functools.cached_property
-    def split(self) -> tuple[bool, ...]:
-        """Whether each variable is split over devices."""
-        return tuple(max(shards, default=1) > 1 for shards in self.shards)
-
-    @functools.cached_property
-    def cuts(self) -> tuple[details.Cut, ...]:
-        """How each variable is sampled."""
-        return tuple(map(details.cut, self.shapes, self.shards))
+        split = tuple(max(shards, default=1) > 1 for shards in self.shards)
+        object.__setattr__(self, "sizes", tuple(map(math.prod, self.shapes)))
+        object.__setattr__(self, "split", split)
+        object.__setattr__(self, "cuts", tuple(map(details.cut, self.shapes, self.shards)))
 
     def gather(self, gradients: Sequence[Gradient]) -> list[Part]:
         """Stack the small gradients, of one a variable or None, that can be measured together."""
@@ -185,15 +174,12 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
         true = gradients.filled(tensors).true()
         always = [part for part in true if plan.is_checked_with_levels(part, way)]
         others = [part for part in true if not plan.is_checked_with_levels(part, way)]
+        find = functools.partial(measure.find_nonfinite, others, number, together=way.together)
         if not always:
-            nonfinite = measure.find_nonfinite(others, number, together=way.together)
-            return nonfinite, ops.zeros((number, len(LEVELS)), "float32")
+            return find(), ops.zeros((number, len(LEVELS)), "float32")
         levels = _levels(plan, always, target)
         nonfinite = measure.nonfinite_of(levels)
-        if others:
-            found = measure.find_nonfinite(others, number, together=way.together)
-            nonfinite = nonfinite + found
-        return nonfinite, levels
+        return (nonfinite + find() if others else nonfinite), levels
 
     shapes = [(number,), (number, len(LEVELS))]
     return tuple(_backend.per_target(check, shapes, *gradients.tensors))

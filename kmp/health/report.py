@@ -229,17 +229,10 @@ class GradientReport:
 
 def read_report(optimizer: Any, model: Any = None) -> GradientReport:
     """Read the measurements of a built optimizer that measures; within `fit`, pass its model."""
-    variables = [
-        optimizer.scale_variable,
-        optimizer.steps,
-        optimizer.skipped_steps,
-        optimizer.consecutive_skips,
-        optimizer.telemetry.sampling,
-        optimizer.telemetry.health,
-        optimizer.telemetry.events,
-        optimizer.telemetry.details,
-    ]
-    values = transfer(_backend.read(model, variables))
+    kept = optimizer.telemetry
+    counters = [optimizer.steps, optimizer.skipped_steps, optimizer.consecutive_skips]
+    tables = [kept.sampling, kept.health, kept.events, kept.details]
+    values = transfer(_backend.read(model, [optimizer.scale_variable, *counters, *tables]))
     scale, step, skipped, in_a_row, sampling, matrix, events, details = values
     measured_step, details_step = sampling.tolist()[2:]
     paths = optimizer.variable_paths

@@ -29,28 +29,21 @@ NUM_EVENTS = 16
 FIRST_STEPS = 100
 INTERVAL = 100
 
-AddVariable = Callable[..., Variable]  # name, shape, dtype
-
 
 class Telemetry:
     """The variables that hold the measurements: when a step writes them, and what.
 
     Args:
-        add: creates a variable of the optimizer.
+        add: creates a variable of the optimizer, given its name, shape and dtype.
         rows: how many variables the optimizer updates.
-
-    Attributes:
-        health: float32[rows, 5], columns as in `COLUMNS`.
-        details: float32[rows, 50], columns as in `details.COLUMNS`, then the exponents' counts.
-        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
-        sampling: int32[4], see `due`.
     """
 
-    def __init__(self, add: AddVariable, rows: int):
+    def __init__(self, add: Callable[..., Variable], rows: int):
         self.health = add("gradient_health", (rows, len(COLUMNS)))
+        # Columns as in `details.COLUMNS`, then the counts of the exponents.
         self.details = add("gradient_details", (rows, len(details.COLUMNS) + details.BINS))
         self.events = add("overflow_events", (NUM_EVENTS, len(EVENT_COLUMNS)))
-        self.sampling = add("sampling", (4,), "int32")
+        self.sampling = add("sampling", (4,), "int32")  # see `due`
 
     @property
     def levels(self) -> Tensor:

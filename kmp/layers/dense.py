@@ -113,14 +113,9 @@ class Float32OutputDense(keras.layers.Dense):
 
 
 def matmul_half(x: Tensor, kernel: Tensor) -> Tensor:
-    """`x @ kernel` with both operands in the half dtype of `x`, accumulated in float32.
+    """float32[..., units]: half `x` times `kernel` rounded to its dtype, accumulated in float32.
 
-    Args:
-        x: half `[..., features]`.
-        kernel: float32 or half `[features, units]`; rounded to the dtype of `x`.
-
-    Returns:
-        `float32[..., units]`. Its gradients have the dtypes of `x` and of `kernel`.
+    Gradients have the dtypes of `x`, `[..., features]`, and of `kernel`, `[features, units]`.
     """
     rows = x if len(x.shape) == 2 else ops.reshape(x, (-1, x.shape[-1]))
     # The cast reads the variable, because TensorFlow's custom gradients only take tensors.

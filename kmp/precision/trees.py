@@ -90,14 +90,9 @@ def _has_floats(x: Any) -> bool:
 
 
 def as_float_dtype(dtype: Any) -> DType:
-    """Return the name of a float dtype that layers can compute in.
+    """Return the name of a float dtype that layers can compute in, or raise ValueError.
 
-    Args:
-        dtype: a name, one of JMP's short names (`"f16"`, `"half"`), or a dtype of NumPy or of a
-            backend.
-
-    Raises:
-        ValueError: if it is not one of those.
+    `dtype` is a name, one of JMP's (`"f16"`, `"half"`), or a dtype of NumPy or of a backend.
     """
     name = _LONG_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if isinstance(name, str) and name == "half":  # NumPy's float16 equals "half" too

@@ -27,7 +27,7 @@ def choose_rule(loss_scale: Any, initial_scale: Any, growth_interval: Any) -> Lo
                 "loss_scale=kmp.DynamicLossScale(initial_scale=..., growth_interval=...)."
             )
         return rules.get(loss_scale)
-    if is_number(initial_scale):  # Keras's argument knows no bounds: it moves them
+    if is_number(initial_scale):  # Keras's argument has no bounds, so ours make room for it
         given["min_scale"] = min(DynamicLossScale.min_scale, initial_scale)
         given["max_scale"] = max(DynamicLossScale.max_scale, initial_scale)
     return DynamicLossScale(**given)

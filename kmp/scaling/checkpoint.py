@@ -30,7 +30,8 @@ _UNBUILT = ("iteration", "learning_rate")  # what an optimizer has before it is 
 _REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
 _COUNTERS = ("iteration", "step_counter", "skipped_steps", "consecutive_skips")
 _OF_RULES = ("growth_factor", "backoff_factor", "growth_interval")  # of a GradScaler, and ours
-_GRAD_SCALER_KEYS = ("scale", *_OF_RULES, "_growth_tracker")
+_TRACKER = "_growth_tracker"  # finite steps since the scale last moved
+_GRAD_SCALER_KEYS = ("scale", *_OF_RULES, _TRACKER)
 
 
 def save_own_variables(optimizer: Any, store: Any) -> None:
@@ -252,7 +253,7 @@ def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
         "backoff_factor": getattr(rule, "backoff_factor", 1.0),
         "growth_interval": getattr(rule, "growth_interval", 2**31 - 1),
         # AmaxLossScale counts other steps.
-        "_growth_tracker": int(optimizer.step_counter.numpy()) if is_dynamic else 0,
+        _TRACKER: int(optimizer.step_counter.numpy()) if is_dynamic else 0,
     }
 
 
@@ -271,8 +272,8 @@ def load_grad_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
             'kmp.scaled(..., loss_scale="dynamic") and optimizer.build(model.trainable_variables).'
         )
     scale = scale_number("scale", state["scale"], "the GradScaler state")
-    tracker = number("_growth_tracker", state["_growth_tracker"], "the GradScaler state")
-    tracker = whole_number("_growth_tracker + 1", tracker + 1, "the GradScaler state") - 1
+    tracker = number(_TRACKER, state[_TRACKER], "the GradScaler state")
+    tracker = whole_number(f"{_TRACKER} + 1", tracker + 1, "the GradScaler state") - 1
     optimizer.loss_scale = dataclasses.replace(
         optimizer.loss_scale,
         **{name: state[name] for name in _OF_RULES},

@@ -29,8 +29,8 @@ class InnerSetting(Generic[T]):
     inner optimizer does.
 
     Args:
-        neutral: what Keras's base class reads while it builds itself: averages and accumulators
-            are the inner optimizer's.
+        neutral: what Keras's base class reads while it builds itself, so that it makes no averages
+            and accumulators: those are the inner optimizer's.
     """
 
     def __init__(self, neutral: T):
@@ -56,7 +56,7 @@ def _has_inner(optimizer: Any) -> bool:
 
 
 class WrapsInner(BaseLossScaleOptimizer):
-    """Keras's LossScaleOptimizer, as far as it leaves things to its inner optimizer; mended."""
+    """Keras's LossScaleOptimizer, corrected where it leaves things to its inner optimizer."""
 
     weight_decay = InnerSetting[float | None](None)
     clipnorm = InnerSetting[float | None](None)
@@ -89,8 +89,8 @@ class WrapsInner(BaseLossScaleOptimizer):
         return self.rounding_seed is not None and self.half_memory.moves_rarely(variable.dtype)
 
     def build(self, var_list: Sequence[Variable]) -> None:
-        # Keras's class builds the inner optimizer with tracking switched off, and so loses what
-        # that tracks by assigning it: Nadam's product of momenta, which is then never carried on.
+        # Keras's class would build the inner optimizer with tracking switched off. A variable that
+        # is tracked when it is assigned, as Nadam's product of momenta, would never be carried on.
         self.rounding_seed = build_inner(
             self.inner_optimizer, var_list, self.half_memory, self.add_counter
         )
@@ -157,5 +157,5 @@ class DroppedWindow:
 
 
 def _zeros(shape: Sequence[int], dtype: str) -> Tensor:
-    """Zeros that come from the host, where Keras's are a program for each shape on JAX."""
+    """Zeros from the host: Keras's own would compile a program for each shape on JAX."""
     return ops.convert_to_tensor(np.zeros(shape, dtype))

@@ -62,14 +62,13 @@ class LossScaleOptimizer(WrapsInner):
         variable_paths: the path of the variable in each row of the measurements.
         measures_details: bool, whether steps compiled from now on measure weights and updates.
         rounding_seed: int32[], of stochastic rounding, 0 unless assigned; None if all is float32.
-        scale_was_read: bool, whether anything has asked for the scale, to scale a loss, so far.
+        scale_was_read: bool, whether anything has read the scale, to scale a loss with it.
 
     Raises:
         ValueError: if the inner optimizer scales the loss itself, or an argument is out of range.
 
     Warns:
-        kmp.PrecisionWarning: if the first step applies gradients and nothing has asked for the
-            scale before.
+        kmp.PrecisionWarning: if the first step applies gradients though nothing has read the scale.
 
     Example:
 
@@ -113,7 +112,7 @@ class LossScaleOptimizer(WrapsInner):
 
     @property
     def dynamic_scale(self) -> Variable:
-        """float32[], the scale of the next step. Who reads it is taken to scale the loss by it."""
+        """float32[], the scale of the next step. Reading it counts as scaling the loss by it."""
         self.scale_was_read = True
         return self.scale_variable
 

@@ -169,7 +169,7 @@ class DynamicLossScale(_Rule):
         growth_interval: int >= 1, finite steps in a row before the scale grows.
         min_scale: float > 0. Some models need less than 1.
         max_scale: float.
-        hysteresis: int >= 1, overflows in a row at which the scale backs off, as it does at each
+        hysteresis: int >= 1: the scale backs off at this many overflows in a row, and at each
             further one until a finite step.
 
     Raises:
@@ -228,14 +228,7 @@ class DynamicLossScale(_Rule):
 
 
 def get(identifier: Any) -> LossScale:
-    """Return the strategy that `identifier` names.
-
-    Args:
-        identifier: `"dynamic"`, `"none"`, a positive number (a static scale), a strategy, or the
-            serialised config of one.
-
-    Raises:
-        ValueError: if it is none of these.
+    """Return the strategy that `loss_scale` of `kmp.scaled` names, or whose saved config it is.
 
     Example:
 

@@ -96,14 +96,10 @@ class ScaledStep:
         self._record(rule, before, step, seen, applies)
 
     def forget_scale_of(self, before: ScaleState, nonfinite: Tensor) -> None:
-        """Take back what the last step did to the loss scale, if its loss was not finite.
+        """Put the scale back, if the last step was skipped for a loss that was `nonfinite`, bool[].
 
         No scale helps against such a loss. On TensorFlow and PyTorch `scale_loss` notes it in time;
         on JAX, where the loss is scaled inside a pure function, this is called after the step.
-
-        Args:
-            before: the state of the scale before the step.
-            nonfinite: bool[], whether the step was skipped and its loss was not finite.
         """
         after = _kept_if(nonfinite, before, self.counters.state)
         self.counters.scale.assign(after.scale)
