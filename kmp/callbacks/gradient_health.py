@@ -166,7 +166,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._networks = networks_of(self._trained)
         self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
         # The steps measure for all who watch this optimizer: as often as the most frequent asks.
-        watching = [x for x in others if isinstance(x, GradientHealth)]
+        watching = [self, *(x for x in others if isinstance(x, GradientHealth))]
         self._often = min(x._every for x in watching if x._watches(self._trained) is optimizer)
         self._outlets = Outlets(
             self._trained, optimizer, self.log_dir, self.on_report, report, others
