@@ -165,9 +165,8 @@ class GradientHealth(keras.callbacks.Callback):
         self._networks = networks_of(self._trained)
         self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
         # The steps measure for all who watch this optimizer: as often as the most frequent asks.
-        watching = [x for x in others if isinstance(x, GradientHealth)]
-        often = [x._every for x in watching if x._watches(self._trained) is optimizer]
-        self._often = min([self._every, *often])  # Keras does not see one inside another callback
+        watching = [self, *(x for x in others if isinstance(x, GradientHealth))]
+        self._often = min(x._every for x in watching if x._watches(self._trained) is optimizer)
         self._outlets = Outlets(
             self._trained, optimizer, self.log_dir, self.on_report, report, others
         )

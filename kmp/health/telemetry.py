@@ -181,9 +181,9 @@ def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]
     """
     interval = sampling[0]
     interval = interval + INTERVAL * _as_int(interval == 0)
-    sampled = (step % interval == 0) | (step == sampling[1])
+    asked = (step % interval == 0) | (step == sampling[1])
     after_overflow = _as_int(events[0, EVENT_COLUMNS.index("step")]) == step - 1
-    return sampled | (step <= FIRST_STEPS) | after_overflow, sampled
+    return asked | (step <= FIRST_STEPS) | after_overflow, asked
 
 
 def _as_int(x: Any) -> Any:

@@ -224,7 +224,8 @@ class DynamicLossScale(_Rule):
         Returns:
             `ScaleState` whose scale is finite and in [`min_scale`, `max_scale`].
         """
-        return _moved(self, state, finite)
+        limits = self.growth_interval, self.hysteresis, self.min_scale, self.max_scale
+        return _moved((self.growth_factor, self.backoff_factor, 1.0), limits, state, finite)
 
 
 def get(identifier: Any) -> LossScale:
@@ -269,17 +270,16 @@ def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
     )
 
 
-@functools.partial(_backend.compiled, static=(0,))
-def _moved(rule: DynamicLossScale, state: ScaleState, finite: Tensor) -> ScaleState:
+@functools.partial(_backend.compiled, static=(0, 1))  # a rule of a user's may not be hashable
+def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> ScaleState:
     counted = _counted(state, finite)
-    grow = counted.finite_steps >= rule.growth_interval
-    back_off = counted.overflows >= rule.hysteresis
+    growth_interval, hysteresis, min_scale, max_scale = limits
+    grow, back_off = counted.finite_steps >= growth_interval, counted.overflows >= hysteresis
     # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
-    factors = rule.growth_factor, rule.backoff_factor, 1.0
     growth, backoff, one = (ops.convert_to_tensor(x, "float32") for x in factors)
     factor = ops.where(grow, growth, ops.where(back_off, backoff, one))
     return ScaleState(
-        scale=ops.clip(counted.scale * factor, rule.min_scale, rule.max_scale),
+        scale=ops.clip(counted.scale * factor, min_scale, max_scale),
         finite_steps=_zero_unless(~grow, counted.finite_steps),
         overflows=counted.overflows,
     )

@@ -1,5 +1,6 @@
 """The rule: worked examples, an oracle, PyTorch's own rule, and what users can get wrong."""
 
+import dataclasses
 import functools
 import re
 
@@ -419,3 +420,13 @@ def test_a_rule_is_no_part_of_the_traced_state(mode):
     rule = kmp.DynamicLossScale(initial_scale=32, min_scale=32)
     assert keras.tree.flatten(rule) == [rule]
     np.testing.assert_array_equal(scales(rule, [0, 0], mode), np.float32([32, 32]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithAList(kmp.DynamicLossScale):
+    seen: list = dataclasses.field(default_factory=list)
+
+
+def test_a_rule_with_a_field_that_cannot_be_hashed():
+    rule = _WithAList(growth_interval=1)
+    assert float(rule.next(rule.init(), True).scale) == 2.0**16
