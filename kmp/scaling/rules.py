@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import keras
+import numpy as np
 from keras import ops
 
 from kmp import _backend
@@ -225,7 +226,7 @@ class DynamicLossScale(_Rule):
             `ScaleState` whose scale is finite and in [`min_scale`, `max_scale`].
         """
         limits = self.growth_interval, self.hysteresis, self.min_scale, self.max_scale
-        return _moved((self.growth_factor, self.backoff_factor, 1.0), limits, state, finite)
+        return _moved((self.growth_factor, self.backoff_factor), limits, state, finite)
 
 
 def get(identifier: Any) -> LossScale:
@@ -262,7 +263,8 @@ def _initial_state(scale: float) -> ScaleState:
 
 
 def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
-    finite = ops.cast(finite, "bool")
+    if not isinstance(finite, np.bool_):  # it may have come to the host
+        finite = ops.cast(finite, "bool")
     return ScaleState(
         scale=ops.convert_to_tensor(state.scale, "float32"),
         finite_steps=_zero_unless(finite, ops.convert_to_tensor(state.finite_steps) + 1),
@@ -272,18 +274,19 @@ def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
 
 @functools.partial(_backend.compiled, static=(0, 1))  # a rule of a user's may not be hashable
 def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> ScaleState:
-    counted = _counted(state, finite)
+    counted, (growth_factor, backoff_factor) = _counted(state, finite), factors
     growth_interval, hysteresis, min_scale, max_scale = limits
-    grow, back_off = counted.finite_steps >= growth_interval, counted.overflows >= hysteresis
-    # Python floats in a select would take Keras's floatx, and 1.1 in float16 is 1.0996.
-    growth, backoff, one = (ops.convert_to_tensor(x, "float32") for x in factors)
-    factor = ops.where(grow, growth, ops.where(back_off, backoff, one))
+    grow, scale = counted.finite_steps >= growth_interval, counted.scale
+    # Products, because a Python float in a select would take Keras's floatx.
+    smaller = ops.where(counted.overflows >= hysteresis, scale * backoff_factor, scale)
     return ScaleState(
-        scale=ops.clip(counted.scale * factor, min_scale, max_scale),
+        scale=ops.clip(ops.where(grow, scale * growth_factor, smaller), min_scale, max_scale),
         finite_steps=_zero_unless(~grow, counted.finite_steps),
         overflows=counted.overflows,
     )
 
 
 def _zero_unless(kept: Tensor, count: Tensor) -> Tensor:
+    if isinstance(kept, np.bool_):
+        return count if kept else count * 0
     return count * ops.cast(kept, count.dtype)

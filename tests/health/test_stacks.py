@@ -243,9 +243,9 @@ def test_a_step_takes_no_more_operators_for_more_variables(measures, monkeypatch
 
 
 @pytest.mark.only("torch")
-@pytest.mark.parametrize("measures, share", [(False, 1.05), (True, 1.1)])
-def test_a_step_calls_hardly_more_functions_than_with_kerass_optimizer(measures, share):
-    """Python's and torch's, of which a step of small tensors consists: 1.27 and 1.45 once."""
+@pytest.mark.parametrize("measures", [False, True])
+def test_a_step_calls_no_more_functions_than_with_kerass_optimizer(measures):
+    """Python's and torch's, of which a step of small tensors consists."""
     import torch
 
     def called(make):
@@ -266,7 +266,7 @@ def test_a_step_calls_hardly_more_functions_than_with_kerass_optimizer(measures,
         return events.count("call") + events.count("c_call")
 
     ours = functools.partial(kmp.LossScaleOptimizer, measure_gradients=measures)
-    assert called(ours) <= share * called(keras.optimizers.LossScaleOptimizer)
+    assert called(ours) <= called(keras.optimizers.LossScaleOptimizer)
 
 
 @pytest.mark.only("tensorflow")
