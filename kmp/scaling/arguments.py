@@ -194,7 +194,8 @@ def checked_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> li
 
 def _checked(gradient: Any, variable: Variable) -> Gradient:
     has_dtype = hasattr(gradient, "dtype")
-    if has_dtype and gradient.shape == tuple(variable.shape) and is_float(gradient):
+    fits = has_dtype and gradient.shape == tuple(variable.shape)
+    if fits and keras.backend.is_float_dtype(keras.backend.standardize_dtype(gradient.dtype)):
         return gradient  # nearly always, and told in the least time
     if gradient is None or not _backend.are_dense([gradient])[0]:
         return gradient
