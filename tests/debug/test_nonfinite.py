@@ -208,6 +208,10 @@ def test_the_loss():
     report = kmp.debug.locate_nonfinite(model, X * 1e10, np.full((2, 1), 3e30))
     assert (report.phase, report.part, report.path) == ("loss", "loss", None)
     assert "the outputs are finite, the loss is not" in str(report)
+    assert "the loss itself is not finite, not by being scaled" in report.cause
+    too_large_scaled = np.full((2, 1), 3e17)  # whose square times 2**15 is above 3.4e38
+    report = kmp.debug.locate_nonfinite(model, X, too_large_scaled, loss_scale=2.0**15)
+    assert report.cause == "the outputs are finite, and the loss times 32768 is not"
 
 
 class Penalty(layers.Layer):
