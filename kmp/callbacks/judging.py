@@ -11,6 +11,7 @@ from kmp.callbacks.standstill import Still
 from kmp.callbacks.underflow import underflow
 from kmp.callbacks.verdict import Verdict
 from kmp.health.telemetry import FIRST_STEPS, NUM_EVENTS
+from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
@@ -72,13 +73,18 @@ def _collapsed(evidence: Evidence) -> Verdict | None:
         exhausted = report.consecutive_skips >= enough
     if not (evidence.events and exhausted):
         return None
+    blamed = evidence.events[0].first_variable
+    weight = evidence.weights.get(blamed)
+    advice = "keep that layer in float32, or rescale its inputs"
+    if weight and weight.compute_dtype not in HALF_DTYPES:
+        advice = "that layer is in float32 already. Ask kmp.debug.locate_nonfinite for the cause"
     return Verdict(
         "COLLAPSED",
-        evidence.events[0].first_variable,
+        blamed,
         f"{report.consecutive_skips} steps in a row overflowed at a loss scale of "
         f"{report.loss_scale:g}"
         + (", its floor" if is_dynamic else ", which is fixed" if is_fixed else ""),
-        "The scale is not to blame any more: keep that layer in float32, or rescale its inputs"
+        f"The scale is not to blame any more: {advice}"
         + ("; min_scale may be lowered." if is_dynamic else "."),
     )
 
