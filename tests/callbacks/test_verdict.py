@@ -85,7 +85,7 @@ def test_planted_runs_are_recognised(state):
     assert bool(found.blame) == (state in ("UNDERFLOW", "UNSTABLE", "COLLAPSED"))
     assert bool(found.advice) == (state != "HEALTHY")
     assert found.code == STATES.index(state)
-    # The head is in float32, and the last in the model: its gradient is the first to go.
+    # All layers of that run are in float32.
     assert ("is in float32 already" in found.advice) == (state == "COLLAPSED")
 
 
