@@ -29,6 +29,7 @@ from kmp._backend.tensorflow.core import (
     gradient_sample,
     gradient_values,
     inside_xla,
+    is_concrete,
     keep_old_unless,
     kept_values,
     map_gradient_values,
@@ -51,7 +52,6 @@ from kmp._backend.tensorflow.layers import (
 )
 from kmp._backend.tensorflow.replay import (
     gradients,
-    is_concrete,
     preserved,
     random_state,
     watch_gradient,

@@ -18,6 +18,10 @@ from kmp._backend.tensorflow.masked import masked_assignments
 from kmp._backend.types import Device, DeviceMemory, Due, Gradient, Tensor, Variable
 
 
+def is_concrete(x: Any) -> bool:
+    return not tf.is_symbolic_tensor(x)
+
+
 def inside_xla() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 

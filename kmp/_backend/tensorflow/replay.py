@@ -2,11 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context  # no public way to the state of the random seeds
 
+from kmp._backend.tensorflow.core import is_concrete
 from kmp._backend.types import Gradient, Tensor, Variable
 
 
@@ -30,10 +30,6 @@ def gradients(
     with tf.GradientTape() as tape:
         value = loss()
     return value, tape.gradient(value, [v.value for v in variables])
-
-
-def is_concrete(x: Any) -> bool:
-    return not tf.is_symbolic_tensor(x)
 
 
 @contextlib.contextmanager
