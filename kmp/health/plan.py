@@ -142,12 +142,12 @@ def look(
         gradients: of the variables that it was made for.
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
         cadence: what tells whether levels and details are due, and what that takes, from
-            `Telemetry.cadence`; None if nothing is measured.
+            `Telemetry.at_start`; None if nothing is measured.
         previous: float32[num_variables, 4], the levels of the last measured step.
     """
     nonfinite, levels = _check(plan, gradients)
     # Outside XLA the few steps that overflow ask for the culprit; the others need only a number.
-    blamed = measure.blame(nonfinite) if _backend.inside_xla() else None
+    blamed = measure.blame(nonfinite) if gradients.divide else None
     (number,) = blamed[:1] if blamed else _backend.reduce_columns((nonfinite,), (0,))
     due, tensors = cadence or (None, ())
     finite, loss_finite, flags = _backend.flags(number, loss_nonfinite, due, *tensors)

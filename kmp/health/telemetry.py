@@ -45,14 +45,14 @@ class Telemetry:
         self.events = add("overflow_events", (NUM_EVENTS, len(EVENT_COLUMNS)))
         self.sampling = add("sampling", (4,), "int32")  # see `due`
 
-    @property
-    def levels(self) -> Tensor:
-        """float32[rows, 4]: the levels of the last measured step."""
-        return _backend.read(None, [self.health])[0][:, :OVERFLOW_STEPS]
+    def at_start(self, step: Tensor) -> tuple[tuple[Due, list[Tensor]], Tensor]:
+        """What tells whether the step of this number is measured: `due`, and what that takes.
 
-    def cadence(self, step: Tensor) -> tuple[Due, list[Tensor]]:
-        """What tells whether the step of this number is measured: `due`, and what that takes."""
-        return due, [step, *_backend.read(None, [self.sampling, self.events])]
+        With it, float32[rows, 4]: the levels of the last measured step.
+        """
+        variables = [self.sampling, self.events, self.health]
+        *cadence, health = _backend.read(None, variables)
+        return (due, [step, *cadence]), health[:, :OVERFLOW_STEPS]
 
     def sample(self, update_freq: Any, and_at: int) -> None:
         """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""

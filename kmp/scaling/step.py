@@ -39,10 +39,11 @@ class Counters:
         """What the rule's `next` takes."""
         return ScaleState(*_backend.read(None, [self.scale, self.finite_steps, self.overflows]))
 
-    @property
-    def step_number(self) -> Tensor:
-        """int32[]: the number of the present step, counted from 1."""
-        return ops.cast(_backend.read(None, [self.steps])[0], "int32") + 1
+    def at_start(self) -> tuple[ScaleState, Tensor]:
+        """The state, and int32[]: the number of the present step, counted from 1."""
+        variables = [self.scale, self.finite_steps, self.overflows, self.steps]
+        *state, steps = _backend.read(None, variables)
+        return ScaleState(*state), ops.cast(steps, "int32") + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +84,22 @@ class ScaledStep:
         def divide(scaled: list[Gradient]) -> list[Gradient]:  # each replica reads its own scale
             return _unscaled(rule, scaled, kinds, self.counters.state)
 
+        def parts(gradients: list[Gradient]) -> list[Part]:
+            return self._parts(replicas.local(gradients), places, in_xla)
+
         true = replicas.on_each(divide, scaled)
-        rows = self._rows(replicas.local(scaled), places)
-        before, step = self.counters.state, self.counters.step_number
-        seen = self._look(rule, before, step, rows, self._rows(replicas.local(true), places))
+        before, step = self.counters.at_start()
+        in_xla = _backend.inside_xla()
+        if in_xla and not _backend.is_concrete(before.scale):
+            # XLA divides while it updates, and again here: the true gradients are never in memory.
+            gradients = Gradients(parts(scaled), before, functools.partial(_divided_parts, rule))
+        else:
+            gradients = Gradients(parts(true))
+        cadence, levels = self.telemetry.at_start(step) if self.telemetry else (None, None)
+        loss_nonfinite = ops.convert_to_tensor(self.counters.loss_nonfinite)
+        seen = look(self.plan, gradients, loss_nonfinite, cadence, levels)
         if self.telemetry and measures_details and (not seen.on_host or seen.due_details):
-            seen = take_sample(self.plan, seen, self._parts(rows), self._weights())
+            seen = take_sample(self.plan, seen, parts(scaled), self._weights())
         applies = seen.finite
         if self.window is not None:
             applies = ops.logical_and(seen.finite, self.window.admits())
@@ -107,35 +118,15 @@ class ScaledStep:
         if self.telemetry is not None:
             self.telemetry.mark_loss(nonfinite)
 
-    def _look(
-        self,
-        rule: LossScale,
-        before: ScaleState,
-        step: Tensor,
-        scaled: list[Gradient],
-        true: list[Gradient],
-    ) -> Look:
-        """Look at the gradients before anything is written."""
-        if _backend.inside_xla() and not _backend.is_concrete(before.scale):
-            # XLA divides while it updates, and again here: the true gradients are never in memory.
-            divide = functools.partial(_divided_parts, rule)
-            gradients = Gradients(self._parts(scaled), before, divide)
-        else:
-            gradients = Gradients(self._parts(true))
-        return look(
-            self.plan,
-            gradients,
-            ops.convert_to_tensor(self.counters.loss_nonfinite),
-            self.telemetry.cadence(step) if self.telemetry else None,
-            self.telemetry and self.telemetry.levels,
-        )
-
-    def _parts(self, gradients: list[Gradient]) -> list[Part]:
-        """The gradients that hold numbers; small ones stacked inside XLA, which writes no stack."""
-        if _backend.inside_xla():
-            return self.plan.gather(gradients)
-        dense, sizes = _backend.are_dense(gradients), self.plan.sizes
-        held = ((i, x) for i, x in enumerate(gradients) if x is not None and sizes[i])
+    def _parts(self, gradients: list[Gradient], places: Sequence[int], in_xla: bool) -> list[Part]:
+        """Gradients that hold numbers; small ones stacked inside XLA, which writes no stack."""
+        rows: list[Gradient] = [None] * len(self.variables)
+        for gradient, place in zip(gradients, places, strict=True):
+            rows[place] = gradient
+        if in_xla:
+            return self.plan.gather(rows)
+        dense, sizes = _backend.are_dense(rows), self.plan.sizes
+        held = ((i, x) for i, x in enumerate(rows) if x is not None and sizes[i])
         return [Part(x, (i,), False, is_dense=dense[i]) for i, x in held]
 
     def _record(
@@ -162,13 +153,6 @@ class ScaledStep:
             counters.loss_nonfinite.assign(ops.zeros((), "float32"))
         if self.window is not None:
             self.window.record(seen.finite)
-
-    def _rows(self, gradients: list[Gradient], places: Sequence[int]) -> list[Gradient]:
-        """The gradient, or None, of each variable that the optimizer was built with."""
-        rows: list[Gradient] = [None] * len(self.variables)
-        for gradient, place in zip(gradients, places, strict=True):
-            rows[place] = gradient
-        return rows
 
     def _weights(self) -> list[Tensor]:
         pairs = zip(map(ops.convert_to_tensor, self.variables), self.plan.split, strict=True)

@@ -48,7 +48,7 @@ def run_step(
     step: Callable[..., None], gradients: list[Tensor], variables: list[Variable], inner: Any
 ) -> None:
     # One program spans all devices.
-    step(default.OneReplica(_update_if), gradients, variables)
+    step(_one_replica, gradients, variables)
 
 
 def _update_if(
@@ -60,6 +60,9 @@ def _update_if(
         return
     with _MaskedScope(keep), _accumulating_by_selects(inner):
         inner.apply(gradients, variables)
+
+
+_one_replica = default.OneReplica(_update_if)
 
 
 def _accumulating_by_selects(optimizer: Any) -> contextlib.AbstractContextManager[None]:
