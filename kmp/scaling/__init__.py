@@ -76,14 +76,22 @@ def scaled(
 def _make_inner(optimizer: Any, arguments: dict[str, Any]) -> Any:
     """Return the optimizer that `kmp.scaled` was given, as an instance."""
     if isinstance(optimizer, type):
-        return optimizer(**arguments)
-    if isinstance(optimizer, str):
-        return keras.optimizers.get({"class_name": optimizer, "config": arguments})
-    if arguments:
+        inner = optimizer(**arguments)
+    elif isinstance(optimizer, str):
+        inner = keras.optimizers.get({"class_name": optimizer, "config": arguments})
+    elif arguments:
         raise ValueError(
             "Arguments of the optimizer go with its class or name. Received: an optimizer "
             f"{type(optimizer).__name__} that has its own, and {sorted(arguments)}. "
             "Write kmp.scaled(keras.optimizers.Adam, learning_rate=1e-3), or set them on the "
             "instance."
         )
-    return optimizer
+    else:
+        inner = keras.optimizers.get(optimizer)
+    if getattr(inner, "loss_scale_factor", None) is not None:
+        raise ValueError(
+            "`optimizer` must not scale the loss itself. Received: "
+            f"loss_scale_factor={inner.loss_scale_factor}. Leave loss_scale_factor out and write "
+            f"kmp.scaled({type(inner).__name__}, loss_scale={inner.loss_scale_factor}, ...)."
+        )
+    return inner

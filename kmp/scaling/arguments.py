@@ -53,13 +53,6 @@ def checked_inner(optimizer: Any) -> Any:
             f"learning rate. Received: {type(optimizer).__name__} around "
             f"{type(optimizer.inner_optimizer).__name__}. Pass its `inner_optimizer` instead."
         )
-    if optimizer.loss_scale_factor is not None:  # Keras's constructor would drop it
-        factor = optimizer.loss_scale_factor
-        raise ValueError(
-            "`inner_optimizer` must not scale the loss itself. Received: "
-            f"loss_scale_factor={factor}. Leave loss_scale_factor out and write "
-            f"kmp.scaled({type(optimizer).__name__}, loss_scale={factor}, ...)."
-        )
     if type(optimizer).scale_loss is not keras.optimizers.Optimizer.scale_loss:
         raise ValueError(
             "`inner_optimizer` must not scale the loss itself: two scales would divide the "

@@ -119,7 +119,6 @@ NESTED = "must not scale the loss itself"
         (lambda: kmp.scaled(SelfScaling()), rf"{NESTED}.*SelfScaling.*overrides `scale_loss`"),
         (lambda: kmp.scaled(k.SGD(loss_scale_factor=8.0)), r"kmp.scaled\(SGD, loss_scale=8.0"),
         (lambda: kmp.scaled("sgd", loss_scale_factor=8.0), rf"{NESTED}.*loss_scale_factor=8.0"),
-        (lambda: kmp.LossScaleOptimizer(k.SGD(loss_scale_factor=8.0)), rf"{NESTED}.*=8.0"),
         (lambda: kmp.scaled(k.SGD(), learning_rate=0.1), r"\['learning_rate'\].*Write kmp.scaled"),
         (lambda: kmp.scaled("sgd", "dinamic"), 'must be "dynamic", "none"'),
         (lambda: kmp.scaled("sgd", -1), "positive, finite number"),
