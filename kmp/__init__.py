@@ -1,8 +1,9 @@
 """kmp: mixed precision for Keras 3 that never loses a run."""
 
+import importlib
 import sys
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -16,6 +17,7 @@ def _is_the_command() -> bool:
 
 # `kmp --help` answers without importing Keras. A command loads this file a second time.
 if TYPE_CHECKING or "__all__" in globals() or not _is_the_command():
+    globals().pop("__getattr__", None)
     from kmp import callbacks, debug, layers
     from kmp._common import PrecisionWarning
     from kmp.callbacks import protect
@@ -44,6 +46,13 @@ if TYPE_CHECKING or "__all__" in globals() or not _is_the_command():
         scaled,
         select_tree,
     )
+else:  # in a process that a command starts, which does not run its `main`
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'kmp' has no attribute {name!r}")
+        return getattr(importlib.reload(sys.modules[__name__]), name)
+
 
 __all__ = [
     "AmaxLossScale",

@@ -221,7 +221,7 @@ class Backend(Protocol):
     # ---- Host and device -----------------------------------------------------------------------
 
     def constant(self, values: Any) -> Tensor:
-        """A NumPy array as a tensor."""
+        """A NumPy array or scalar as a tensor."""
 
     def segment_sum(self, values: Tensor, keys: Tensor, number: int) -> Tensor:
         """float32[number]: the sum of the values of each key."""
@@ -235,6 +235,7 @@ class Backend(Protocol):
     def read(self, model: Any, variables: list[Variable]) -> list[Tensor]:
         """The present values of variables of `model`, its optimizer or its metrics.
 
+        `model` is None inside a step, where variables hold their present values themselves.
         Inside `fit` on JAX they live in the loop; asking a variable would bring all of them back.
         """
 

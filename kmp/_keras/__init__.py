@@ -186,15 +186,17 @@ def takes_training(layer: Any) -> bool:
 def has_weights(model: Any) -> bool:
     """Whether all weights of `model` are there.
 
-    A model whose own train step calls its layers one by one is never built itself. One that is may
-    have layers that nothing calls.
+    A model whose own train step calls its layers one by one is never built itself. A model that is
+    built may still have layers that nothing calls.
     """
     return model.built or (bool(model.weights) and not awaits_weights(model))
 
 
 def awaits_weights(model: Any) -> bool:
-    """Whether a layer of `model` was never built: `model.build(shape)` of a class without a `build`
-    of its own builds none of them, and marks the model all the same. Private: `_is_default`.
+    """Whether a layer of `model` was never built.
+
+    In a class without a `build` of its own, `model.build(shape)` builds no layer, and still marks
+    the model as built. Private: `_is_default`.
     """
 
     def is_complete(layer: Any) -> bool:  # or has no weights but those of the layers in it

@@ -129,6 +129,29 @@ def inner_optimizer_of(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def optimizers_of(model: Any) -> dict[str, keras.optimizers.Optimizer]:
+    """The optimizers of a model by the names of their attributes.
+
+    That of `compile` is `"optimizer"`. It is left out where `compile` took its default, RMSprop,
+    and the model has others, as of a GAN: then its train step uses the others.
+    """
+    compiled = getattr(model, "optimizer", None)
+    attributes = {name: x for name, x in vars(model).items() if x is not compiled}
+    own = {k: x for k, x in attributes.items() if isinstance(x, keras.optimizers.Optimizer)}
+    if compiled is None or (own and _made_by_default(compiled)):
+        return own
+    return {"optimizer": compiled, **own}
+
+
+def _made_by_default(optimizer: Any) -> bool:
+    """Whether an optimizer is as `compile` makes it by default, or Keras has wrapped that one."""
+    optimizer = inner_optimizer_of(optimizer)
+    if not isinstance(optimizer, keras.optimizers.RMSprop):  # on PyTorch a subclass of it
+        return False
+    alike = keras.optimizers.RMSprop(name=optimizer.name)
+    return optimizer.get_config() == alike.get_config()
+
+
 def scales_the_loss(optimizer: Any) -> bool:
     """Whether an optimizer is a LossScaleOptimizer, Keras's or kmp's."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

@@ -97,8 +97,7 @@ def highest_rate(optimizer: Any, paths: Collection[str]) -> float:
         optimizer: `kmp.LossScaleOptimizer`, built.
         paths: of at least one of its variables.
     """
-    inner = optimizer.inner_optimizer
-    parts = [x for x in getattr(inner, "optimizers", None) or [inner] if x.built]
+    parts = [x for x in _parts(optimizer) if x.built]
     return max(
         _rate(each) for each in parts if any(v.path in paths for v in trainable_variables_of(each))
     )
@@ -106,9 +105,13 @@ def highest_rate(optimizer: Any, paths: Collection[str]) -> float:
 
 def weight_decay(optimizer: Any) -> float:
     """The largest share of a weight that weight decay takes in a step; 0 without it."""
+    return max(_rate(x) * x.weight_decay if x.weight_decay else 0.0 for x in _parts(optimizer))
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizer inside kmp's, or those inside a `keras.optimizers.MultiOptimizer`."""
     inner = optimizer.inner_optimizer
-    parts = getattr(inner, "optimizers", None) or [inner]
-    return max(_rate(each) * each.weight_decay if each.weight_decay else 0.0 for each in parts)
+    return getattr(inner, "optimizers", None) or [inner]
 
 
 def _rate(optimizer: Any) -> float:

@@ -283,8 +283,9 @@ class GradientHealth(keras.callbacks.Callback):
         for layer in layers_of(self._trained):
             network = self._networks.get(id(layer), "")
             for v in own_weights(layer):
-                kind = (v.dtype, len(v.shape) > 1, rarely(v), network)
-                found[v.path] = Weight(layer.path, layer.compute_dtype, *kind)
+                found[v.path] = Weight(
+                    layer.path, layer.compute_dtype, v.dtype, len(v.shape) > 1, rarely(v), network
+                )
         return found
 
     def _update_ratio(self, report: GradientReport, weights: Mapping[str, Weight]) -> float:

@@ -118,12 +118,11 @@ def _stalled(evidence: Evidence) -> Verdict | None:
     cause = still and _cause_of_standstill(evidence, still)
     if not (still and cause):
         return None
-    more = f" and {len(still.paths) - 3} more" if len(still.paths) > 3 else ""
     return Verdict(
         "STALLED",
         still.paths[0],
         f"{len(still.paths)} of {still.of} weights with a gradient have not moved in {still.looks} "
-        f"looks over {still.steps} steps ({', '.join(still.paths[:3])}{more}): {cause[0]}",
+        f"looks over {still.steps} steps ({_named(still.paths)}): {cause[0]}",
         cause[1],
     )
 
@@ -188,18 +187,20 @@ def _silent(evidence: Evidence) -> Verdict | None:
             "relu units that are all dead, weights that all begin at zero, a softmax over a single "
             "unit, or a loss or sample weights of zero.",
         )
-    more = f" and {number - 3} more" if number > 3 else ""
-    half = any(evidence.weights[path].compute_dtype == "float16" for path in paths)
+    in_float16 = any(evidence.weights[path].compute_dtype == "float16" for path in paths)
     return Verdict(
         "STALLED",
         paths[-1],
         f"the gradients of {number} of {silent.of} weights, biases aside, were {seen} "
-        f"({', '.join(paths[:3])}{more})",
+        f"({_named(paths)})",
         "They do not learn: look for relu units that are all dead, an output whose loss or sample "
         "weights are zero, or ops.stop_gradient. Where it is meant, set layer.trainable = False."
-        + " In float16 the loss scale may be too low as well."
-        * half,
+        + (" In float16 the loss scale may be too low as well." if in_float16 else ""),
     )
+
+
+def _named(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def _calibrating(evidence: Evidence) -> Verdict | None:

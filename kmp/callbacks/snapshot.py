@@ -3,12 +3,11 @@
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import keras
 from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Variable
-from kmp._keras.optimizer import inner_optimizer_of
+from kmp._keras.optimizer import inner_optimizer_of, optimizers_of, scales_the_loss
 from kmp.precision.trees import all_finite
 from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.scaling.rules import DynamicLossScale
@@ -21,7 +20,7 @@ class Snapshot(NamedTuple):
         step: the training step after which it was taken.
         variables: `training_state(model)` then; an optimizer may have been built since.
         values: copies of them on the host.
-        loss_scales: the loss scale of each of `optimizers_of(model)` then; 1.0 where nothing is
+        loss_scales: the loss scale of each of the model's optimizers then; 1.0 where nothing is
             scaled.
     """
 
@@ -31,24 +30,21 @@ class Snapshot(NamedTuple):
     loss_scales: list[float]
 
 
-def optimizers_of(model: Any) -> list[Any]:
-    """The optimizer that `model` is compiled with, and those that its own train step has beside."""
-    found = [model.optimizer, *vars(model).values()]
-    found = [x for x in found if isinstance(x, keras.optimizers.Optimizer)]
-    return list({id(x): x for x in found}.values())
-
-
 def training_state(model: Any) -> list[Variable]:
     """The variables that a rollback restores: weights, statistics, seeds, optimizers' state.
 
     Excludes the loss scale and the optimizers' counters: a rollback does not undo history.
     """
     state = [*model.trainable_variables, *model.non_trainable_variables]
-    return state + [v for optimizer in optimizers_of(model) for v in _state_of(optimizer)]
+    return state + [v for optimizer in _optimizers(model) for v in _state_of(optimizer)]
+
+
+def _optimizers(model: Any) -> list[Any]:
+    return list({id(x): x for x in optimizers_of(model).values()}.values())
 
 
 def _state_of(optimizer: Any) -> list[Variable]:
-    if not _scales(optimizer):
+    if not scales_the_loss(optimizer):
         return list(optimizer.variables)
     window = getattr(optimizer, "window", None)  # where accumulation stands goes with what it has
     positions = [] if window is None else [window.position, window.dropped]
@@ -75,7 +71,7 @@ def take_snapshot(model: Any, step: int, meant: Collection[int] = ()) -> Snapsho
         step: the number of the step that was the last.
         meant: ids of the variables that need not be finite.
     """
-    state, optimizers = training_state(model), optimizers_of(model)
+    state, optimizers = training_state(model), _optimizers(model)
     scales = [_scale_of(optimizer) for optimizer in optimizers]
     live = _backend.read(model, [*state, *(x for x in scales if x is not None)])
     # Asked on the device: a process may hold a part only, and all have to come to one answer.
@@ -101,7 +97,7 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
     """
     for variable, value in zip(snapshot.variables, snapshot.values, strict=True):
         _backend.from_host(variable, value)
-    pairs = list(zip(optimizers_of(model), snapshot.loss_scales, strict=True))
+    pairs = list(zip(_optimizers(model), snapshot.loss_scales, strict=True))
     if len(pairs) > 1:  # what `compile` has without an argument may never step
         pairs = [(x, scale) for x, scale in pairs if _number(inner_optimizer_of(x).iterations)]
     changes = [(x, change) for x, scale in pairs for change in _lowered(x, scale, lr_factor)]
@@ -129,18 +125,12 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
 
 
 def _scale_of(optimizer: Any) -> Variable | None:
-    if not (_scales(optimizer) and optimizer.built):
+    if not (scales_the_loss(optimizer) and optimizer.built):
         return None
-    if isinstance(optimizer, LossScaleOptimizer):
-        return (
-            optimizer.scale_variable
-        )  # who reads `dynamic_scale` is taken to scale the loss by it
+    if isinstance(optimizer, LossScaleOptimizer):  # reading `dynamic_scale` counts as scaling
+        return optimizer.scale_variable
     return optimizer.dynamic_scale
 
 
 def _number(scalar: Any) -> float:
     return float(ops.convert_to_numpy(ops.convert_to_tensor(scalar)))
-
-
-def _scales(optimizer: Any) -> bool:
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

@@ -51,8 +51,7 @@ def protected_step(
     optimizer = model.optimizer
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return tracked  # which skips nothing
-    counts_skips = isinstance(optimizer, LossScaleOptimizer)
-    told_late = counts_skips and not _backend.SEES_LOSS
+    told_late = _is_kmps(optimizer) and not _backend.SEES_LOSS
 
     def before() -> _Kept:
         variables = _undone_by_a_skip(model, tracker)
@@ -75,21 +74,24 @@ def protected_step(
 
 def _skip_counter(optimizer: Any) -> Variable:
     """What a skipped step increments; with Keras's own optimizer, the scale, which it halves."""
-    if isinstance(optimizer, LossScaleOptimizer):
-        return optimizer.skipped_steps
-    return optimizer.dynamic_scale
+    return optimizer.skipped_steps if _is_kmps(optimizer) else optimizer.dynamic_scale
 
 
 def _was_skipped(optimizer: Any, before: Tensor) -> Tensor:
-    """bool[]: whether the step was skipped. An optimizer that does not step at all skips nothing:
+    """bool[]: whether the step was skipped.
 
-    in mixed float16 Keras makes one that scales the loss of what `compile` has without an argument,
-    and a GAN steps others.
+    An optimizer that never steps skips nothing. A GAN has one: that which `compile` makes by
+    default, and which Keras wraps in mixed float16.
     """
     now = _skip_counter(optimizer).value
-    if isinstance(optimizer, LossScaleOptimizer):
+    if _is_kmps(optimizer):
         return ops.greater(now, before)
-    return ops.logical_or(ops.less(now, before), ops.equal(now, 0.0))  # half of 0 is 0
+    # A scale of 0 or inf stays when it is halved; no step is applied with it.
+    return ops.logical_or(ops.less(now, before), ops.equal(now * 0.5, now))
+
+
+def _is_kmps(optimizer: Any) -> bool:
+    return isinstance(optimizer, LossScaleOptimizer)
 
 
 def _present_logs(model: Any, logs: Any) -> Any:

@@ -28,6 +28,7 @@ class Blame:
         place: the call at which the gradient was seen that is not finite.
         role: whether at its "input" or "output".
         owner: path of the layer that a term of the loss belongs to.
+        scaled: whether the loss is finite, and is not when it is multiplied by the loss scale.
     """
 
     phase: str
@@ -41,6 +42,7 @@ class Blame:
     place: Call | None = None
     role: str = ""
     owner: str = ""
+    scaled: bool = False
 
 
 def first_bad_value(calls: Sequence[Call]) -> Blame | None:

@@ -197,7 +197,7 @@ def first_blame(
     keys = {call.key for call in recorder.calls}
     loss, gradients = backward(model, batch, scale, keys, cotangents.record)
     if has_nonfinite(measure(loss)):
-        return _end(outputs, loss)
+        return dataclasses.replace(_end(outputs, loss), scaled=True)
     return cotangents.first_bad(gradients, model.trainable_variables)
 
 
@@ -218,11 +218,9 @@ def _cause(
             return "the loss is not finite whatever it is multiplied with: no loss scale can help"
         if blame.after or blame.before:
             return "the loss is computed in float32, so not a matter of half precision"
-        preserved.restore()
-        *_, loss = forward(model, batch, training=True, with_loss=True)
-        if has_nonfinite(measure(loss)):
-            return "the loss itself is not finite, not by being scaled: no loss scale can help"
-        return f"the outputs are finite, and the loss times {scale:g} is not"
+        if blame.scaled:
+            return f"the outputs are finite, and the loss times {scale:g} is not"
+        return "the loss itself is not finite, not by being scaled: no loss scale can help"
     if blame.phase == "forward":
         return forward_cause(blame)
     preserved.restore()

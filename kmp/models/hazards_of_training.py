@@ -8,11 +8,12 @@ import numpy as np
 
 from kmp import _backend
 from kmp._keras import compile_arguments, layers_of, path_of
+from kmp._keras.optimizer import optimizers_of
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
 from kmp.models.hazards_of_layers import Hazards, package_of
 from kmp.models.heads import output_layers
-from kmp.models.optimizers import optimizers_of, scales_the_loss
+from kmp.models.optimizers import scales_the_loss
 from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.optimizer import LossScaleOptimizer
 

@@ -9,36 +9,18 @@ from keras import ops
 from kmp._backend.types import Tensor
 from kmp._common import warn
 from kmp._keras import replace_optimizer
-from kmp._keras.optimizer import inner_optimizer_of, steps_of, trainable_variables_of
+from kmp._keras.optimizer import (
+    inner_optimizer_of,
+    optimizers_of,
+    steps_of,
+    trainable_variables_of,
+)
 from kmp._keras.updates import excluded_from_weight_decay
 from kmp.half_memory import exact_weights, is_master, masters_of
 from kmp.precision.policy import Policy
 from kmp.precision.trees import HALF_DTYPES, half_dtype
 from kmp.scaling.arguments import scales
 from kmp.scaling.optimizer import LossScaleOptimizer
-
-
-def optimizers_of(model: Any) -> dict[str, keras.optimizers.Optimizer]:
-    """The optimizers of a model by the names of their attributes.
-
-    That of `compile` is `"optimizer"`. It is left out where `compile` took its default, RMSprop,
-    and the model has others, as of a GAN: then its train step uses the others.
-    """
-    compiled = getattr(model, "optimizer", None)
-    attributes = {name: x for name, x in vars(model).items() if x is not compiled}
-    own = {k: x for k, x in attributes.items() if isinstance(x, keras.optimizers.Optimizer)}
-    if compiled is None or (own and _is_default(compiled)):
-        return own
-    return {"optimizer": compiled, **own}
-
-
-def _is_default(optimizer: Any) -> bool:
-    """Whether an optimizer is as `compile` makes it by default, or Keras has wrapped that one."""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if not isinstance(optimizer, keras.optimizers.RMSprop):  # on PyTorch a subclass of it
-        return False
-    alike = keras.optimizers.RMSprop(name=optimizer.name)
-    return optimizer.get_config() == alike.get_config()
 
 
 def scales_the_loss(optimizer: Any) -> bool:

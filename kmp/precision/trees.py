@@ -231,9 +231,10 @@ def multiply(tree: Tree, factor: Tensor) -> Tree:
 
 
 def _products(leaves: Sequence[Any], factor: Tensor) -> list[Any]:
-    leaves = [ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x for x in leaves]
-    places = [i for i, x in enumerate(leaves) if is_float(x)]
-    products = _backend.multiply([leaves[i] for i in places], factor)
-    for i, product in zip(places, products, strict=True):
-        leaves[i] = product
-    return leaves
+    def other(x: Any) -> Any:
+        return ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x
+
+    floats = [is_float(x) for x in leaves]
+    pairs = list(zip(leaves, floats, strict=True))
+    products = iter(_backend.multiply([x for x, yes in pairs if yes], factor))
+    return [next(products) if yes else other(x) for x, yes in pairs]

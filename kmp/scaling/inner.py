@@ -1,7 +1,7 @@
 """What the loss-scaling wrapper leaves to the optimizer inside it, and to its accumulation."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 from keras import ops
@@ -39,9 +39,13 @@ class InnerSetting(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, optimizer: Any, owner: type) -> T:
+    @overload
+    def __get__(self, optimizer: None, owner: type) -> "InnerSetting[T]": ...
+    @overload
+    def __get__(self, optimizer: Any, owner: type) -> T: ...
+    def __get__(self, optimizer: Any, owner: type) -> Any:
         if optimizer is None:
-            return self  # type: ignore[return-value]
+            return self
         if not _has_inner(optimizer) or optimizer.builds_base:
             return self._neutral
         return getattr(optimizer.inner_optimizer, self._name)

@@ -66,6 +66,7 @@ class LossScaleOptimizer(WrapsInner):
 
     Raises:
         ValueError: if the inner optimizer scales the loss itself, or an argument is out of range.
+            (A `loss_scale_factor` of it is dropped without an error, as by Keras's class.)
 
     Warns:
         kmp.PrecisionWarning: if the first step applies gradients though nothing has read the scale.

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import keras
-import numpy as np
 from keras import ops
 
 from kmp import _backend
@@ -263,12 +262,11 @@ def _initial_state(scale: float) -> ScaleState:
 
 
 def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
-    if not isinstance(finite, np.bool_):  # it may have come to the host
-        finite = ops.cast(finite, "bool")
+    steps, overflows = state.finite_steps + 1, state.overflows + 1
     return ScaleState(
         scale=ops.convert_to_tensor(state.scale, "float32"),
-        finite_steps=_zero_unless(finite, ops.convert_to_tensor(state.finite_steps) + 1),
-        overflows=_zero_unless(~finite, ops.convert_to_tensor(state.overflows) + 1),
+        finite_steps=steps * ops.cast(finite, steps.dtype),
+        overflows=overflows * (1 - ops.cast(finite, overflows.dtype)),
     )
 
 
@@ -281,12 +279,6 @@ def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> 
     smaller = ops.where(counted.overflows >= hysteresis, scale * backoff_factor, scale)
     return ScaleState(
         scale=ops.clip(ops.where(grow, scale * growth_factor, smaller), min_scale, max_scale),
-        finite_steps=_zero_unless(~grow, counted.finite_steps),
+        finite_steps=counted.finite_steps * ops.cast(~grow, counted.finite_steps.dtype),
         overflows=counted.overflows,
     )
-
-
-def _zero_unless(kept: Tensor, count: Tensor) -> Tensor:
-    if isinstance(kept, np.bool_):
-        return count if kept else count * 0
-    return count * ops.cast(kept, count.dtype)

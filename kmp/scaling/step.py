@@ -81,6 +81,8 @@ class ScaledStep:
             pairs = zip(variables, scaled, strict=True)
             scaled = [x if x is None else lying_as(v, x) for v, x in pairs]
 
+        in_xla = _backend.inside_xla()
+
         def divide(scaled: list[Gradient]) -> list[Gradient]:  # each replica reads its own scale
             return _unscaled(rule, scaled, kinds, self.counters.state)
 
@@ -89,7 +91,6 @@ class ScaledStep:
 
         true = replicas.on_each(divide, scaled)
         before, step = self.counters.at_start()
-        in_xla = _backend.inside_xla()
         if in_xla and not _backend.is_concrete(before.scale):
             # XLA divides while it updates, and again here: the true gradients are never in memory.
             gradients = Gradients(parts(scaled), before, functools.partial(_divided_parts, rule))
@@ -135,7 +136,10 @@ class ScaledStep:
         """Write the next scale, the counters and the measurements."""
         counters = self.counters
         largest = () if seen.max_abs is None else (seen.max_abs,)
-        after = rule.next(before, seen.finite, *largest)
+        finite = seen.finite
+        if seen.on_host:  # a rule of a user's may be written in the backend's own operations
+            finite = _backend.constant(finite)
+        after = rule.next(before, finite, *largest)
         nonfinite = ~(seen.finite | seen.loss_finite)
         if not seen.on_host or nonfinite:
             after = _kept_if(nonfinite, before, after)

@@ -414,9 +414,10 @@ def test_an_own_train_step_set_on_the_model_is_put_back():
     assert steps and model.train_step is step
 
 
-def test_keras_own_loss_scaling_is_protected_too():
+@pytest.mark.parametrize("scale", [2.0**100, np.inf])  # half of which is no other number
+def test_keras_own_loss_scaling_is_protected_too(scale):
     sgd = keras.optimizers.SGD(RATE)
-    model = stateful_model(keras.optimizers.LossScaleOptimizer(sgd, initial_scale=2.0**100))
+    model = stateful_model(keras.optimizers.LossScaleOptimizer(sgd, initial_scale=scale))
     model.optimizer.build(model.trainable_variables)
     before = state(model)
     x, y = batches("backward", 0)

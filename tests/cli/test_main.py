@@ -79,6 +79,19 @@ def test_a_function_of_the_users_sees_all_of_kmp(tmp_path):
 
 
 @pytest.mark.only("jax")
+def test_a_process_that_a_command_starts_sees_all_of_kmp():
+    """It has the command's `sys.argv`, as a worker that loads batches, but does not run `main`."""
+    code = (
+        "import sys; sys.argv = ['/usr/bin/kmp', 'bench']\n"
+        "import kmp\n"
+        "print('keras' in sys.modules, hasattr(kmp, 'nothing'))\n"
+        "print(kmp.scaled('sgd').loss_scale == kmp.DynamicLossScale(), hasattr(kmp, 'nothing'))\n"
+        "from kmp import callbacks, layers\n"
+    )
+    assert in_a_new_process(code).split() == ["False", "False", "True", "False"]
+
+
+@pytest.mark.only("jax")
 def test_a_program_that_is_run_as_a_module_imports_all_of_kmp(tmp_path):
     """`python -m program`, which imports kmp while Python still looks for the module to run."""
     package = tmp_path / "program"

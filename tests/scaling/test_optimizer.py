@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from oracle import Run, number
+from oracle import MODES, Run, number
 
 import kmp
 from kmp.scaling import rules as scaling
@@ -402,3 +402,18 @@ def test_what_does_not_belong_together_is_refused(gradient, of_another_model, me
         optimizer.apply([gradient], [other if of_another_model else kernel])
     for variable, value in zip(optimizer.variables, before, strict=True):
         np.testing.assert_array_equal(ops.convert_to_numpy(variable), value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rule_of_a_users_is_given_tensors(mode):
+    """It may be written in the backend's own operations, which take no NumPy."""
+    given = []
+
+    class Rule(kmp.DynamicLossScale):
+        def next(self, state, finite):
+            given.extend([*state, finite])
+            return super().next(state, finite)
+
+    run = Run(kmp.scaled("sgd", Rule()), mode)
+    run.step([np.ones(x.shape, "float32") for x in run.variables])
+    assert given and all(map(ops.is_tensor, given))

@@ -17,6 +17,10 @@ def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
     return jnp.matmul(x, kernel, preferred_element_type="float32")
 
 
+def constant(values: Any) -> Tensor:
+    return jax.device_put(values)  # `jnp.asarray` and Keras's conversion are programs
+
+
 def bitcast(x: Tensor, dtype: str) -> Tensor:
     return jax.lax.bitcast_convert_type(x, dtype)
 
