@@ -179,7 +179,7 @@ def portable_config(optimizer: Any) -> dict[str, Any]:
     backend can run, and serializes those.
     """
     config = keras.saving.serialize_keras_object(optimizer)
-    module = config["module"]  # None of a class that a program has registered
+    module = config["module"]  # None of a class that the running program itself defines
     if module and module.startswith("keras.src.backend."):
         config = {**config, "module": "keras.optimizers", "registered_name": None}
     return config

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from keras import ops
 from older import of_keras
 from oracle import few
 
@@ -224,3 +225,29 @@ def test_the_key_biases_of_attention_are_no_alarm(policy, recwarn):
         x, 0.1 * x.sum((1, 2))[:, None], epochs=2, batch_size=16, verbose=0, callbacks=[watch]
     )
     assert [str(w.message) for w in recwarn if issubclass(w.category, kmp.PrecisionWarning)] == []
+
+
+class WithTarget(keras.Model):
+    """Whose loss knows the larger of two networks through `ops.stop_gradient` alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.online = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+        self.target = keras.Sequential([keras.layers.Dense(8) for _ in range(3)])
+        self.target.add(keras.layers.Dense(1))
+
+    def call(self, x):
+        return self.online(x) + 0.0 * ops.stop_gradient(self.target(x))
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_a_target_network_is_not_dead():
+    """Its gradients are None, or in JAX's pure functions zeros."""
+    keras.utils.set_random_seed(0)
+    model = WithTarget()
+    x = np.random.default_rng(0).normal(size=(STEPS * 4, 4)).astype("float32")
+    model(x[:4])
+    model.compile(kmp.scaled("adam", "none", learning_rate=0.01), "mse")
+    watch = GradientHealth(update_freq=10)
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[watch])
+    assert watch.verdict.state == "HEALTHY", str(watch.verdict)

@@ -52,7 +52,10 @@ class Momentum(k.Optimizer):
         self.assign_sub(variable, ops.cast(learning_rate, variable.dtype) * mean / share)
 
 
-def test_an_optimizer_that_a_program_has_registered(tmp_path):
+@pytest.mark.parametrize("module", ["a_library", "__main__"])  # of the latter Keras saves no name
+def test_an_optimizer_that_a_program_has_registered(module, tmp_path, monkeypatch):
+    monkeypatch.setattr(Momentum, "__module__", module)
+
     def trained(optimizer):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
