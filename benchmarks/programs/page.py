@@ -1,6 +1,7 @@
 """docs/programs.md from the results."""
 
 import pathlib
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from catalogue import CATALOGUE
@@ -26,6 +27,7 @@ COLUMNS = {
     "quantize_aware": "`kmp.quantize_aware` trains two steps, then `kmp.to_int8`: how well int8 "
     "agrees",
 }
+TITLES = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 MARKS = {"works": "works", "Keras cannot": "**Keras cannot**", "kmp cannot": "**kmp cannot**"}
 
 INTRODUCTION = """# Other people's programs
@@ -51,24 +53,41 @@ others say *Keras cannot*.
 """
 
 
-def markdown(results: dict[str, dict]) -> str:
-    """The whole page: for each backend the states, then what was found."""
+def markdown(results: dict[str, dict], before: str = "") -> str:
+    """The whole page: for each backend the states, then what was found.
+
+    A backend whose results have holes keeps the section that it has in the page `before`, if any.
+    """
     parts = [INTRODUCTION, "| column | what it asks |", "|---|---|"]
     parts += [f"| {name} | {text} |" for name, text in COLUMNS.items()]
     for backend, rows in results.items():
-        if rows:
+        old = old_section(backend, before)
+        if old and sum(map(len, rows.values())) < len(CATALOGUE) * len(COLUMNS):
+            parts += ["", old]
+        elif rows:
             parts += section(backend, {name: rows.get(name, {}) for name in CATALOGUE})
     parts += ["", f"Versions: {', '.join(versions())}.", ""]
     return "\n".join(parts)
+
+
+def old_section(backend: str, page: str) -> str:
+    """What a page says of a backend, with its heading; "" if it does not."""
+    _, heading, text = page.partition(f"## On {TITLES[backend]}\n")
+    return (heading + re.split(r"\n## |\nVersions: ", text)[0]).rstrip() if heading else ""
 
 
 def section(backend: str, rows: dict[str, dict]) -> list[str]:
     """The two tables of a backend."""
     cells = [cell for row in rows.values() for cell in row.values()]
     counts = [f"{sum(c['state'] == state for c in cells)} {state}" for state in MARKS]
-    title = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}[backend]
     run = sum(bool(row) for row in rows.values())
-    lines = ["", f"## On {title}", "", f"Cells of {run} programs: {', '.join(counts)}.", ""]
+    lines = [
+        "",
+        f"## On {TITLES[backend]}",
+        "",
+        f"Cells of {run} programs: {', '.join(counts)}.",
+        "",
+    ]
     lines += [f"| program | from | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for name, row in rows.items():
         entry = CATALOGUE[name]

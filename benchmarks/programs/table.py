@@ -5,6 +5,8 @@
     python benchmarks/programs/table.py --backend jax    the same on JAX (or torch), in other tables
     python benchmarks/programs/table.py --page           the page from the results that are there
 
+The page keeps the section of a backend until there are results of all its cells.
+
 Each row is filled by a process of its own, and begun again behind a cell that crashes or takes too
 long. Results are kept in build/programs/, one file for each backend.
 """
@@ -120,7 +122,9 @@ def main() -> None:
             print(f"{name:18s} {column:18s} {row[column]['state']}: {row[column]['text']}")
         sys.stdout.flush()
     every = {backend: load(backend) for backend in ("tensorflow", "jax", "torch")}
-    arguments.output.write_text(markdown(every), encoding="utf-8")
+    page = arguments.output
+    before = page.read_text(encoding="utf-8") if page.exists() else ""
+    page.write_text(markdown(every, before), encoding="utf-8")
 
 
 if __name__ == "__main__":
