@@ -120,7 +120,8 @@ def collectives(text: str, name: str) -> list[int]:
     """Bytes of the results of each collective of a kind, such as "all-gather".
 
     A collective that XLA runs beside other work stands in the text once for each part of that work,
-    every time with the same channel.
+    every time with the same channel. Those of `shard_map` share a channel, and have operations of
+    their own.
     """
     found: dict[str, int] = {}
     channels: dict[str, str] = {}  # of what is started in one place and done in another
@@ -128,7 +129,8 @@ def collectives(text: str, name: str) -> list[int]:
     for instruction, shape, suffix, operand, rest in re.findall(pattern, text):
         channel = re.search(r"channel_id=(\d+)", rest)
         key = channels.get(operand, "") if suffix == "-done" else instruction
-        key = channel.group(1) if channel else key
+        operation = re.search(r'op_name="([^"]*shard_map[^"]*)"', rest)
+        key = (operation or channel).group(1) if channel else key
         channels[instruction] = key
         if suffix != "-start":
             found[key] = min(size_of(shape), found.get(key, 2**63))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import keras
 
+from kmp._backend.default import Pieces as Pieces
 from kmp._backend.interface import Backend
 
 _NAME = keras.backend.backend()
@@ -60,6 +61,7 @@ matmul_float32 = _backend.matmul_float32
 multiply = _backend.multiply
 note_loss = _backend.note_loss
 per_target = _backend.per_target
+pieces = _backend.pieces
 platform = _backend.platform
 preserved = _backend.preserved
 random_state = _backend.random_state

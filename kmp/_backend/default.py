@@ -47,6 +47,50 @@ class OneReplica:
         self._update_if(keep, inner, gradients, variables)
 
 
+class Pieces:
+    """What a device holds of each variable: the whole. `keras.distribution` splits some on JAX.
+
+    Variables are named by their place among those that the optimizer was built with.
+    """
+
+    APART = "apart"  # what the devices have returned `apart`
+    number = 1  # how many devices hold pieces
+
+    def shape(self, place: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the piece on one device of a variable of this shape."""
+        return tuple(shape)
+
+    def laid_out(self, place: int, x: Tensor) -> Tensor:
+        """A tensor of a variable's shape, lying on the devices as the variable does."""
+        return x
+
+    def each(
+        self, function: Callable[..., Any], of: Sequence[int | str | None], apart: bool = False
+    ) -> Callable[..., Any]:
+        """A function for `per_target` that each device calls with the pieces that it holds.
+
+        Args:
+            function: what each device calls.
+            of: of each tensor, the place of the variable that it lies as; None if all of it is
+                everywhere; or `APART`.
+            apart: whether each device returns a part of its own, one after the other in the first
+                axis. Otherwise all return the same.
+        """
+        return function
+
+    def sum(self, table: Tensor) -> Tensor:
+        """`[num_variables, n]`: the sum over all pieces of each variable. Inside `each`."""
+        return table
+
+    def max(self, x: Tensor) -> Tensor:
+        """The maximum over all pieces. Inside `each`."""
+        return x
+
+
+def pieces(layouts: Sequence[Any]) -> Pieces:
+    return Pieces()
+
+
 def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
     return function
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from kmp._backend.default import Pieces
 from kmp._backend.types import Device, DeviceMemory, Due, Gradient, Tensor, Tree, Variable
 
 
@@ -40,6 +41,13 @@ class Backend(Protocol):
                 compiled; and the tensors. All that it reads of the step must be among these, since
                 it may be called later, when the step is lowered.
             shapes: the shapes of the float32 tensors that it returns.
+        """
+
+    def pieces(self, layouts: Sequence[Any]) -> Pieces:
+        """What each device holds of variables that lie by these layouts, if any is split.
+
+        Args:
+            layouts: one for each variable, from `kmp._keras.optimizer.layouts_of`; or none.
         """
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:

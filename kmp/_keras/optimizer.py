@@ -231,36 +231,14 @@ def own_the_averages(optimizer: Any) -> None:
         average.assign(ops.copy(average.value))
 
 
-def on_every_device(x: Tensor) -> Tensor:
-    """A tensor, whole on every device where `keras.distribution` splits variables."""
-    distribution = keras.distribution.distribution()
-    if not isinstance(distribution, keras.distribution.ModelParallel):
-        return x
-    layout = keras.distribution.TensorLayout((None,) * len(x.shape), distribution.device_mesh)
-    return keras.distribution.distribute_tensor(x, layout)
+def layouts_of(variables: Sequence[Variable]) -> list[Any]:
+    """How `keras.distribution` lays variables on devices, in the backend's terms.
 
-
-def lying_as(variable: Variable, gradient: Tensor) -> Tensor:
-    """A gradient that lies on the devices as `keras.distribution.ModelParallel` lays its variable.
-
-    Otherwise XLA leaves it where the backward pass happens to make it, and moves it for each of its
-    readers. It does so with the small gradients of a sharded model too, which are whole everywhere.
+    Empty if it splits none of them.
     """
     distribution = keras.distribution.distribution()
     if not isinstance(distribution, keras.distribution.ModelParallel):
-        return gradient
-    axes = distribution.get_variable_layout(variable).axes
-    layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
-    return keras.distribution.distribute_tensor(gradient, layout)
-
-
-def shards_of(variable: Variable) -> tuple[int, ...]:
-    """Into how many pieces `keras.distribution` splits each axis of a variable."""
-    distribution = keras.distribution.distribution()
-    layout: Any = distribution.get_variable_layout(variable) if distribution else None
-    axes = getattr(layout, "axes", None)
-    if not axes:
-        return (1,) * len(variable.shape)
-    mesh = layout.device_mesh or distribution.device_mesh
-    pieces = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    return tuple(pieces.get(axis, 1) for axis in axes)
+        return []
+    layouts = [distribution.get_variable_layout(v) for v in variables]
+    layouts = [getattr(layout, "backend_layout", layout) for layout in layouts]
+    return [] if all(layout.is_fully_replicated for layout in layouts) else layouts

@@ -1,8 +1,8 @@
 """Expensive statistics (exponent histogram, update ratio), on a strided sample of each variable.
 
 All variables share one concatenation and one segment sum, so that neither the compile time nor the
-number of kernels grows with the number of variables. The sample is strided along each axis: a
-sample of the flattened variable would gather a sharded variable on every device.
+number of kernels grows with the number of variables. The sample is strided along each axis,
+so that no variable has to be flattened first.
 """
 
 import math
@@ -13,8 +13,8 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
+from kmp._backend import Pieces
 from kmp._backend.types import Gradient, Tensor
-from kmp._keras.optimizer import on_every_device
 from kmp.health.measure import SMALL, Part
 
 SAMPLE_SIZE = SMALL  # the most values sampled from a variable; 0.1% of them is four
@@ -24,62 +24,46 @@ BINS = HIGHEST - LOWEST + 3
 COLUMNS = ("weight_norm", "update_norm", "unmoved_share")
 WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE = range(len(COLUMNS))
 _KEYS = len(COLUMNS) + BINS
+_WHOLE = Pieces()
 _EXPONENT_BITS, _BIAS, _MANTISSA = 255, 127, 23
 
 
 class Cut(NamedTuple):
-    """How a variable is sampled."""
+    """How a variable, or the piece of it on one device, is sampled."""
 
-    # The variable's, with each axis that is split over devices as two: pieces, size of each.
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # one for each of these axes
-    split: tuple[int, ...] = ()  # which of these axes count pieces
-
-    @property
-    def left(self) -> list[int]:
-        """What the strides leave of each axis."""
-        return [-(-size // stride) for size, stride in zip(self.shape, self.strides, strict=True)]
+    strides: tuple[int, ...]  # one for each axis
 
     @property
     def size(self) -> int:
         """How many values are sampled."""
-        return math.prod(self.left)
-
-    @property
-    def of_sample(self) -> tuple[int, ...]:
-        """The shape of the sample: `[size]`, or `[pieces, size of each]`."""
-        pieces = math.prod(self.shape[axis] for axis in self.split)
-        return (pieces, self.size // pieces) if self.split else (self.size,)
+        pairs = zip(self.shape, self.strides, strict=True)
+        return math.prod(-(-size // stride) for size, stride in pairs)
 
 
-def cut(shape: Sequence[int], shards: Sequence[int] = ()) -> Cut:
+def cut(shape: Sequence[int], piece: Sequence[int] | None = None) -> Cut:
     """Choose strides that leave at most `SAMPLE_SIZE` values, but more than an eighth of that.
 
     Strides are odd: a stride of 64 over 512 columns would only ever see eight columns.
 
     Args:
         shape: of the variable.
-        shards: into how many pieces each axis is split over devices. Each device samples its piece.
+        piece: the shape of the piece on one device; `shape` if all of it is there. Each device
+            samples its piece, so that the pieces together leave that many values.
 
     Example:
 
     >>> cut((512, 512))
-    Cut(shape=(512, 512), strides=(7, 15), split=())
-    >>> cut((512, 512), (1, 4))
-    Cut(shape=(512, 4, 128), strides=(15, 1, 7), split=(1,))
+    Cut(shape=(512, 512), strides=(7, 15))
+    >>> cut((512, 512), (512, 128))
+    Cut(shape=(512, 128), strides=(15, 7))
     """
-    axes: list[int] = []
-    split: list[int] = []
-    for size, pieces in zip(shape, shards or [1] * len(shape), strict=True):
-        if pieces > 1 and size % pieces == 0:
-            split.append(len(axes))
-            axes += [pieces, size // pieces]
-        else:
-            axes.append(size)
-    within = [axis for axis in range(len(axes)) if axis not in split]
-    found = Cut(tuple(axes), (1,) * len(axes), tuple(split))
-    while found.size > SAMPLE_SIZE and any(found.left[axis] > 1 for axis in within):
-        longest = max(within, key=lambda axis: (found.left[axis], axis))
+    piece = tuple(shape if piece is None else piece)
+    found = Cut(piece, (1,) * len(piece))
+    pieces = math.prod(shape) // max(math.prod(piece), 1)
+    while found.size * pieces > SAMPLE_SIZE and found.size > 1:
+        left = [-(-size // stride) for size, stride in zip(*found, strict=True)]
+        longest = max(range(len(left)), key=lambda axis: (left[axis], axis))
         strides = list(found.strides)
         strides[longest] = 2 * strides[longest] + 1
         found = found._replace(strides=tuple(strides))
@@ -109,7 +93,7 @@ def sample(
             samples.append(_sampled(part.values, cuts[part.members[0]], target))
     order = layout(parts, len(weights))
     absent = order[sum(len(part.members) for part in parts) :]
-    samples += [ops.zeros(cuts[i].of_sample, "float32") for i in absent]
+    samples += [ops.zeros((cuts[i].size,), "float32") for i in absent]
     before = sample_weights(weights, cuts, order, target)
     return ops.concatenate([_together(samples), before])
 
@@ -122,41 +106,22 @@ def sample_weights(
 
 
 def _sampled(values: Gradient, cut: Cut, target: str) -> Tensor:
-    if cut.split:
-        values = ops.reshape(values, cut.shape)
     found = _backend.gradient_sample(values, cut.strides, target)
-    if cut.split:
-        others = [axis for axis in range(len(cut.shape)) if axis not in cut.split]
-        found = ops.transpose(found, [*cut.split, *others])
     # A sparse gradient's number of rows is only known at run time.
-    return found if found.shape == cut.of_sample else ops.reshape(found, cut.of_sample)
+    return found if found.shape == (cut.size,) else ops.reshape(found, (cut.size,))
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:
-    """float32[n]: samples one after the other; of those in equally many pieces, piece by piece.
-
-    So a device puts its pieces of all variables together, and they are collected in one go.
-    """
-    joined = [ops.concatenate(some, axis=-1) for some in _by_pieces(samples)]
-    vectors = [on_every_device(ops.reshape(x, (-1,)) if len(x.shape) > 1 else x) for x in joined]
-    return ops.cast(ops.concatenate(vectors) if len(vectors) > 1 else vectors[0], "float32")
-
-
-def _rows(cuts: Sequence[Cut], order: Sequence[int]) -> np.ndarray:
-    """int32[n]: the variable that each value of `_together` is of."""
-    rows = [np.full(cuts[i].of_sample, i, "int32") for i in order]
-    return np.concatenate([np.concatenate(some, axis=-1).ravel() for some in _by_pieces(rows)])
-
-
-def _by_pieces(samples: Sequence[Any]) -> list[list[Any]]:
-    groups: dict[Any, list[Any]] = {}
-    for each in samples:
-        groups.setdefault(tuple(each.shape[:-1]), []).append(each)
-    return list(groups.values())
+    """float32[n]: samples one after the other."""
+    return ops.cast(ops.concatenate(samples) if len(samples) > 1 else samples[0], "float32")
 
 
 def measure_sample(
-    before: Tensor, after: Tensor, cuts: Sequence[Cut], order: Sequence[int]
+    before: Tensor,
+    after: Tensor,
+    cuts: Sequence[Cut],
+    order: Sequence[int],
+    pieces: Pieces = _WHOLE,
 ) -> Tensor:
     """Measure gradients, weights and updates on their samples.
 
@@ -164,6 +129,7 @@ def measure_sample(
         before: float32[2 * n], from `sample`: the scaled gradients, and weights before the update.
         after: float32[n], from `sample_weights`, after the update.
         cuts, order: how the variables are sampled, and in which order.
+        pieces: what this device holds of them.
 
     Returns:
         float32[num_variables, 3 + 47]: `COLUMNS`, then the gradient's histogram: zeros, each
@@ -173,7 +139,8 @@ def measure_sample(
     gradient, weights = before[: sum(sizes)], before[sum(sizes) :]
     update = ops.subtract(after, weights)
     unmoved = ops.logical_and(ops.not_equal(gradient, 0.0), ops.equal(update, 0.0))
-    first_key = _backend.constant(_rows(cuts, order) * np.int32(_KEYS))
+    rows = np.repeat(np.array(order, "int32"), [sizes[i] for i in order])
+    first_key = _backend.constant(rows * np.int32(_KEYS))
     row = ops.arange(len(COLUMNS) + 1, dtype="int32")[:, None]
     keys = _chosen(row, [WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE, len(COLUMNS) + _bin(gradient)])
     values = [ops.square(after), ops.square(update), ops.cast(unmoved, "float32"), 1.0]
@@ -182,7 +149,7 @@ def measure_sample(
         ops.reshape(first_key + keys, (-1,)),
         len(sizes) * _KEYS,
     )
-    sums = ops.reshape(sums, (len(sizes), _KEYS))
+    sums = pieces.sum(ops.reshape(sums, (len(sizes), _KEYS)))
     whole = [[math.prod(each.shape) / max(each.size, 1)] for each in cuts]
     column = ops.arange(_KEYS, dtype="int32")
     nonzero = ops.where(column > len(COLUMNS), sums, 0.0)

@@ -15,6 +15,7 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
+from kmp._backend import Pieces
 from kmp._backend.types import Gradient, Tensor
 
 # Levels are in true units (after division by the loss scale) and over finite values only, so that
@@ -23,6 +24,7 @@ LEVELS = ("l2_norm", "max_abs", "zero_share", "nonfinite")
 L2_NORM, MAX_ABS, ZERO_SHARE, NONFINITE = range(len(LEVELS))
 
 T = TypeVar("T")
+_WHOLE = Pieces()
 Columns = tuple[Tensor, ...]  # the second is reduced by its maximum, the others are summed
 
 SMALL = 4096  # gradients of at most this many values are stacked with others of their size
@@ -165,10 +167,16 @@ def _reduced_rows(look: Callable[[Tensor], Columns], stacked: Tensor) -> Columns
     return _backend.reduce_columns(look(stacked), tuple(range(1, len(stacked.shape))))
 
 
-def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = False) -> Tensor:
+def measure(
+    parts: Sequence[Part],
+    sizes: Sequence[int],
+    *,
+    together: bool = False,
+    pieces: Pieces = _WHOLE,
+) -> Tensor:
     """float32[num_variables, 4]: `LEVELS` of true gradients; zeros where there is no gradient.
 
-    A variable has `sizes` elements, of which a sparse gradient holds only a part.
+    A variable has `sizes` elements, of which a sparse gradient, or a piece, holds only a part.
 
     Example:
 
@@ -178,8 +186,8 @@ def measure(parts: Sequence[Part], sizes: Sequence[int], *, together: bool = Fal
     """
     table = _reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
     present = {i for part in parts for i in part.members}
-    whole = [float(n if i in present else 0) for i, n in enumerate(sizes)]
-    return _levels(table, _backend.constant(np.array(whole, "float32")))
+    whole = np.array([n if i in present else 0 for i, n in enumerate(sizes)], "float32")
+    return _levels(pieces.sum(table), pieces.max(table), _backend.constant(whole))
 
 
 @_backend.compiled
@@ -188,8 +196,9 @@ def _table(columns: Columns) -> Tensor:
 
 
 @_backend.compiled
-def _levels(table: Tensor, whole: Tensor) -> Tensor:
-    squares, max_abs, nonzero, nonfinite = (table[:, i] for i in range(4))
+def _levels(sums: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
+    squares, nonzero, nonfinite = (sums[:, i] for i in (0, 2, 3))
+    max_abs = largest[:, 1]
     zero_share = (whole - nonzero) / ops.maximum(whole, 1.0)
     return ops.stack([ops.sqrt(squares), max_abs, zero_share, nonfinite], axis=1)
 
@@ -210,7 +219,9 @@ def _look_at_levels(values: Tensor) -> Columns:
     return ops.square(clean), ops.abs(clean), *counted
 
 
-def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False) -> Tensor:
+def find_nonfinite(
+    parts: Sequence[Part], number: int, *, together: bool = False, pieces: Pieces = _WHOLE
+) -> Tensor:
     """float32[number], above 0 for gradients that hold inf or NaN, 0 where there is none."""
     if not parts:
         return ops.zeros((number,), "float32")
@@ -223,7 +234,8 @@ def find_nonfinite(parts: Sequence[Part], number: int, *, together: bool = False
     def join(columns: Columns) -> Tensor:
         return ops.maximum(*columns)
 
-    return ops.cast(_reduce_parts(_look_for_nonfinite, join, parts, number, together), "float32")
+    found = _reduce_parts(_look_for_nonfinite, join, parts, number, together)
+    return pieces.max(ops.cast(found, "float32"))
 
 
 def _look_for_nonfinite(values: Tensor) -> Columns:

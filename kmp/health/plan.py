@@ -15,6 +15,7 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
+from kmp._backend import Pieces
 from kmp._backend.types import Due, Gradient, Tensor
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, Part, gather
@@ -60,7 +61,7 @@ class Look(NamedTuple):
     due_levels: Tensor | None = None  # bool[], whether this step measures levels
     due_details: Tensor | None = None  # bool[], whether this step measures details
     levels: Tensor | None = None  # float32[num_variables, 4], possibly of an earlier step
-    sample: Tensor | None = None  # float32[2 * n], from `details.sample`
+    sample: Tensor | None = None  # float32[2 * n] a device, from `details.sample`
     order: Sequence[int] = ()  # of the variables in the sample
     on_host: bool = False  # whether the host knows the flags, and may branch on them
 
@@ -69,24 +70,24 @@ class Look(NamedTuple):
 class MeasurePlan:
     """What to measure of the gradients of an optimizer's variables.
 
-    The gradient of a variable that is split over devices is reduced by itself: stacking would move
-    it.
+    The gradient of a variable that is split over devices is not stacked with others.
     """
 
     shapes: tuple[tuple[int, ...], ...]  # of each variable
     kinds: tuple[Kind, ...]  # of each variable. Only gradients of one kind are stacked
-    shards: tuple[tuple[int, ...], ...]  # how many pieces each axis of each variable is split into
+    pieces: Pieces  # what a device holds of each variable
     levels: bool  # whether the levels of all gradients are measured
     max_abs: bool  # whether the loss-scaling rule needs the largest gradient of every step
     sizes: tuple[int, ...] = dataclasses.field(init=False)  # each variable's number of elements
     split: tuple[bool, ...] = dataclasses.field(init=False)  # whether it is split over devices
-    cuts: tuple[details.Cut, ...] = dataclasses.field(init=False)  # how it is sampled
+    cuts: tuple[details.Cut, ...] = dataclasses.field(init=False)  # how its piece is sampled
 
     def __post_init__(self):
-        split = tuple(max(shards, default=1) > 1 for shards in self.shards)
+        pieces = [self.pieces.shape(i, shape) for i, shape in enumerate(self.shapes)]
+        split = tuple(piece != shape for piece, shape in zip(pieces, self.shapes, strict=True))
         object.__setattr__(self, "sizes", tuple(map(math.prod, self.shapes)))
         object.__setattr__(self, "split", split)
-        object.__setattr__(self, "cuts", tuple(map(details.cut, self.shapes, self.shards)))
+        object.__setattr__(self, "cuts", tuple(map(details.cut, self.shapes, pieces)))
 
     def gather(self, gradients: Sequence[Gradient]) -> list[Part]:
         """Stack the small gradients, of one a variable or None, that can be measured together."""
@@ -116,6 +117,11 @@ class Gradients(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """What a program for one target takes, to be put back by `filled`."""
         return [*self.scale, *(part.values for part in self.parts)]
+
+    @property
+    def of(self) -> list[int | None]:
+        """The variables that the tensors lie as; see `Pieces.each`."""
+        return [None] * len(self.scale) + _variables_of(self.parts)
 
     def filled(self, tensors: Sequence[Tensor]) -> "Gradients":
         """The same with these tensors."""
@@ -174,7 +180,9 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
         true = gradients.filled(tensors).true()
         always = [part for part in true if plan.is_checked_with_levels(part, way)]
         others = [part for part in true if not plan.is_checked_with_levels(part, way)]
-        find = functools.partial(measure.find_nonfinite, others, number, together=way.together)
+        find = functools.partial(
+            measure.find_nonfinite, others, number, together=way.together, pieces=plan.pieces
+        )
         if not always:
             return find(), ops.zeros((number, len(LEVELS)), "float32")
         levels = _levels(plan, always, target)
@@ -182,7 +190,8 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
         return (nonfinite + find() if others else nonfinite), levels
 
     shapes = [(number,), (number, len(LEVELS))]
-    return tuple(_backend.per_target(check, shapes, *gradients.tensors))
+    each = plan.pieces.each(check, gradients.of)
+    return tuple(_backend.per_target(each, shapes, *gradients.tensors))
 
 
 def _complete(
@@ -208,7 +217,8 @@ def _complete(
 
     shapes = [(len(plan.sizes), len(LEVELS))]
     tensors = due, levels, previous, *gradients.tensors
-    return _backend.per_target(complete, shapes, *tensors)[0]
+    each = plan.pieces.each(complete, [None, None, None, *gradients.of])
+    return _backend.per_target(each, shapes, *tensors)[0]
 
 
 def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:
@@ -218,13 +228,16 @@ def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:
         for part in parts:
             gradients[part.members[0]] = part.values
         parts = plan.gather(gradients)
-    return measure.measure(parts, plan.sizes, together=_WAYS[target].together)
+    together = _WAYS[target].together
+    return measure.measure(parts, plan.sizes, together=together, pieces=plan.pieces)
 
 
 def take_sample(
     plan: MeasurePlan, seen: Look, parts: Sequence[Part], weights: Sequence[Tensor]
 ) -> Look:
     """`seen` with a sample of the scaled gradients and of the weights; zeros if it is not due.
+
+    Of variables that are split over devices, each device has the sample of its own pieces.
 
     Args:
         plan: the optimizer's plan.
@@ -244,11 +257,18 @@ def take_sample(
             return [_backend.compute_if(due, take, zeros)]
         return [ops.where(due, take(), zeros)]
 
-    values = [part.values for part in parts]
-    (before,) = _backend.per_target(sample, [(number,)], seen.due_details, *values, *weights)
+    tensors = [seen.due_details, *(part.values for part in parts), *weights]
+    of = [None, *_variables_of(parts), *range(len(weights))]
+    each = plan.pieces.each(sample, of, apart=True)
+    (before,) = _backend.per_target(each, [(number * plan.pieces.number,)], *tensors)
     # Otherwise XLA may update the weights first, and keep a copy of all of them for the sample.
     finite, order = _backend.after(seen.finite, before), details.layout(parts, len(plan.shapes))
     return seen._replace(finite=finite, sample=before, order=order)
+
+
+def _variables_of(parts: Sequence[Part]) -> list[int | None]:
+    """The variable of each part; None for stacks, which are whole on every device."""
+    return [None if part.stacked else part.members[0] for part in parts]
 
 
 def _refilled(parts: Sequence[Part], values: Sequence[Any]) -> list[Part]:

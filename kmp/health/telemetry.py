@@ -11,6 +11,7 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
+from kmp._backend import Pieces
 from kmp._backend.types import Due, Tensor, Variable
 from kmp._common import whole_number
 from kmp.health import details, measure
@@ -104,7 +105,7 @@ class Telemetry:
         def measured(target: str, due: Any, before: Any, previous: Any, *weights: Any) -> list:
             def table() -> Tensor:
                 after = details.sample_weights(weights, plan.cuts, seen.order, target)
-                found = details.measure_sample(before, after, plan.cuts, seen.order)
+                found = details.measure_sample(before, after, plan.cuts, seen.order, plan.pieces)
                 return plan.of_gradients(found)
 
             return [_backend.compute_if(due, table, previous)]
@@ -112,7 +113,8 @@ class Telemetry:
         previous = ops.convert_to_tensor(self.details)
         tensors = (seen.due_details, seen.sample, previous, *weights)
         shapes = [tuple(self.details.shape)]
-        self.details.assign(_backend.per_target(measured, shapes, *tensors)[0])
+        each = plan.pieces.each(measured, [None, Pieces.APART, None, *range(len(weights))])
+        self.details.assign(_backend.per_target(each, shapes, *tensors)[0])
 
 
 def kept_sampling(optimizer: Any) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Variable
-from kmp._keras.optimizer import lying_as, on_every_device, shards_of
+from kmp._keras.optimizer import layouts_of
 from kmp.half_memory import gradient_dtypes
 from kmp.health.measure import Part
 from kmp.health.plan import Gradients, Kind, Look, MeasurePlan, look, take_sample
@@ -77,9 +77,8 @@ class ScaledStep:
             variables: one for each of them.
         """
         kinds = [self.plan.kinds[place] for place in places]
-        if any(self.plan.split):
-            pairs = zip(variables, scaled, strict=True)
-            scaled = [x if x is None else lying_as(v, x) for v, x in pairs]
+        pairs = zip(places, scaled, strict=True)
+        scaled = [x if x is None else self.plan.pieces.laid_out(i, x) for i, x in pairs]
 
         in_xla = _backend.inside_xla()
 
@@ -159,8 +158,7 @@ class ScaledStep:
             self.window.record(seen.finite)
 
     def _weights(self) -> list[Tensor]:
-        pairs = zip(map(ops.convert_to_tensor, self.variables), self.plan.split, strict=True)
-        return [x if split else on_every_device(x) for x, split in pairs]
+        return list(map(ops.convert_to_tensor, self.variables))
 
 
 def _kept_if(nonfinite: Tensor, before: ScaleState, after: ScaleState) -> ScaleState:
@@ -204,7 +202,7 @@ def plan_for(
             Kind(dtype, getattr(v, "overwrite_with_gradient", False))
             for v, dtype in zip(variables, dtypes, strict=True)
         ),
-        shards=tuple(map(shards_of, variables)),
+        pieces=_backend.pieces(layouts_of(variables)),
         levels=measures,
         max_abs=max_abs,
     )

@@ -130,7 +130,7 @@ def swept(rows):
 def resumed(rows):
     """The state after two `fit`s, the second of what was saved after the first."""
     model = make_model()
-    fit(model, rows, poisoned(3, {2: np.nan}))
+    fit(model, rows, poisoned(2, {1: np.nan}))
     try:
         model.save("model.keras")
     except RuntimeError as error:

@@ -45,6 +45,7 @@ from kmp._backend.jax.core import (
     to_host,
     writes_logs,
 )
+from kmp._backend.jax.pieces import pieces
 from kmp._backend.jax.replay import (
     compiled_bytes,
     compiled_step_bytes,

@@ -9,6 +9,7 @@ from kmp._backend.default import (
     constant,
     from_host,
     hash_bits,
+    pieces,
     segment_sum,
     settle,
     to_host,

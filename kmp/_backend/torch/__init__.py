@@ -20,6 +20,7 @@ from kmp._backend.default import (
     inside_xla,
     keep_old_unless,
     map_gradient_values,
+    pieces,
     preserved,
     read,
     settle,

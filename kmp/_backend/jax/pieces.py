@@ -1,0 +1,78 @@
+"""Variables that are split over devices: each device measures the pieces that it holds.
+
+What all of them found is then added up. Left to itself, XLA brings together what the devices found
+of one variable, variable by variable, and moves samples between devices to line them up.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kmp._backend import default
+from kmp._backend.types import Tensor
+
+
+class SplitPieces(default.Pieces):
+    """Of variables that lie on a mesh of devices by these layouts, one for each."""
+
+    def __init__(self, layouts: Sequence[NamedSharding]):
+        self._layouts = layouts
+        self._mesh = layouts[0].mesh
+        self.number = self._mesh.size
+        axes = self._mesh.axis_names
+        self._is_split = np.array([[axis in _axes_of(x) for axis in axes] for x in layouts])
+
+    def shape(self, place: int, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._layouts[place].shard_shape(tuple(shape)))
+
+    def laid_out(self, place: int, x: Tensor) -> Tensor:
+        return jax.lax.with_sharding_constraint(x, self._layouts[place])
+
+    def each(
+        self, function: Callable[..., Any], of: Sequence[int | str | None], apart: bool = False
+    ) -> Callable[..., Any]:
+        one_each = PartitionSpec(self._mesh.axis_names)
+        everywhere = PartitionSpec()
+
+        def spec(of: int | str | None) -> PartitionSpec:
+            if isinstance(of, int):
+                return self._layouts[of].spec
+            return one_each if of == self.APART else everywhere
+
+        def run(target: str, *tensors: Tensor) -> Any:
+            def pieces(*tensors: Tensor) -> Any:
+                return function(target, *tensors)
+
+            # Unchecked, for JAX does not know of every operation what it makes the same everywhere.
+            return jax.shard_map(
+                pieces,
+                mesh=self._mesh,
+                in_specs=tuple(map(spec, of)),
+                out_specs=one_each if apart else everywhere,
+                check_vma=False,
+            )(*tensors)
+
+        return run
+
+    def sum(self, table: Tensor) -> Tensor:
+        # Of the same piece on several devices one counts: where the other axes of the mesh begin.
+        first = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in self._mesh.axis_names])
+        counts = jnp.all(self._is_split | first, axis=1)
+        return jax.lax.psum(jnp.where(counts[:, None], table, 0), self._mesh.axis_names)
+
+    def max(self, x: Tensor) -> Tensor:
+        return jax.lax.pmax(x, self._mesh.axis_names)
+
+
+def _axes_of(layout: NamedSharding) -> list[str]:
+    """The axes of the mesh over which those of a variable are split."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in layout.spec)
+    return [axis for entry in entries for axis in entry]
+
+
+def pieces(layouts: Sequence[Any]) -> default.Pieces:
+    return SplitPieces(layouts) if layouts else default.Pieces()
