@@ -1,5 +1,7 @@
 """What several tests share: answers that use none of kmp's code, and the ways to run a function."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -16,6 +18,24 @@ COMPILED_MODES = [mode for mode in MODES if mode != "eager"]
 def few(values, *kept):
     """Parameters of a test: `make test` runs those in `kept`, `make test-all` the others too."""
     return [x if x in kept else pytest.param(x, marks=pytest.mark.wide) for x in values]
+
+
+@contextlib.contextmanager
+def compilations():
+    """The programs that JAX compiles meanwhile."""
+    import jax
+
+    heard = []
+
+    def listen(event, seconds, **details):
+        if "backend_compile" in event:
+            heard.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield heard
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def compiled(function, mode):

@@ -78,6 +78,14 @@ class Pieces:
         """
         return function
 
+    def eagerly(self) -> "Pieces":
+        """Of whole variables: an eager step would trace each time what it does with pieces."""
+        return self
+
+    def everywhere(self, x: Tensor) -> Tensor:
+        """A tensor that is whole on every device, also where an eager step has it in pieces."""
+        return x
+
     def sum(self, table: Tensor) -> Tensor:
         """`[num_variables, n]`: the sum over all pieces of each variable. Inside `each`."""
         return table

@@ -77,7 +77,11 @@ def layout(parts: Sequence[Part], number: int) -> list[int]:
 
 
 def sample(
-    parts: Sequence[Part], weights: Sequence[Tensor], cuts: Sequence[Cut], target: str = "host"
+    parts: Sequence[Part],
+    weights: Sequence[Tensor],
+    cuts: Sequence[Cut],
+    target: str = "host",
+    pieces: Pieces = _WHOLE,
 ) -> Tensor:
     """Sample gradients and weights, on the target that `_backend.per_target` names.
 
@@ -90,23 +94,27 @@ def sample(
         if part.stacked:
             samples.append(ops.reshape(part.values, (-1,)))
         else:
-            samples.append(_sampled(part.values, cuts[part.members[0]], target))
+            samples.append(_sampled(part.values, cuts[part.members[0]], target, pieces))
     order = layout(parts, len(weights))
     absent = order[sum(len(part.members) for part in parts) :]
     samples += [ops.zeros((cuts[i].size,), "float32") for i in absent]
-    before = sample_weights(weights, cuts, order, target)
+    before = sample_weights(weights, cuts, order, target, pieces)
     return ops.concatenate([_together(samples), before])
 
 
 def sample_weights(
-    weights: Sequence[Tensor], cuts: Sequence[Cut], order: Sequence[int], target: str = "host"
+    weights: Sequence[Tensor],
+    cuts: Sequence[Cut],
+    order: Sequence[int],
+    target: str = "host",
+    pieces: Pieces = _WHOLE,
 ) -> Tensor:
     """Sample weights: float32[n], with the variables in this order."""
-    return _together([_sampled(weights[i], cuts[i], target) for i in order])
+    return _together([_sampled(weights[i], cuts[i], target, pieces) for i in order])
 
 
-def _sampled(values: Gradient, cut: Cut, target: str) -> Tensor:
-    found = _backend.gradient_sample(values, cut.strides, target)
+def _sampled(values: Gradient, cut: Cut, target: str, pieces: Pieces) -> Tensor:
+    found = pieces.everywhere(_backend.gradient_sample(values, cut.strides, target))
     # A sparse gradient's number of rows is only known at run time.
     return found if found.shape == (cut.size,) else ops.reshape(found, (cut.size,))
 

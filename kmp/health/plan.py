@@ -81,10 +81,14 @@ class MeasurePlan:
     sizes: tuple[int, ...] = dataclasses.field(init=False)  # each variable's number of elements
     split: tuple[bool, ...] = dataclasses.field(init=False)  # whether it is split over devices
     cuts: tuple[details.Cut, ...] = dataclasses.field(init=False)  # how its piece is sampled
+    eagerly: "MeasurePlan" = dataclasses.field(init=False, repr=False)  # for eager steps
 
     def __post_init__(self):
         pieces = [self.pieces.shape(i, shape) for i, shape in enumerate(self.shapes)]
         split = tuple(piece != shape for piece, shape in zip(pieces, self.shapes, strict=True))
+        eager = self.pieces.eagerly()
+        other = self if eager is self.pieces else dataclasses.replace(self, pieces=eager)
+        object.__setattr__(self, "eagerly", other)
         object.__setattr__(self, "sizes", tuple(map(math.prod, self.shapes)))
         object.__setattr__(self, "split", split)
         object.__setattr__(self, "cuts", tuple(map(details.cut, self.shapes, pieces)))
@@ -252,7 +256,7 @@ def take_sample(
         refilled = _refilled(parts, tensors[: len(parts)])
         weights = tensors[len(parts) :]
         zeros = ops.zeros((number,), "float32")
-        take = functools.partial(details.sample, refilled, weights, cuts, target)
+        take = functools.partial(details.sample, refilled, weights, cuts, target, plan.pieces)
         if _WAYS[target].branches:
             return [_backend.compute_if(due, take, zeros)]
         return [ops.where(due, take(), zeros)]

@@ -104,8 +104,9 @@ class Telemetry:
     def _record_details(self, plan: MeasurePlan, seen: Look, weights: Sequence[Tensor]) -> None:
         def measured(target: str, due: Any, before: Any, previous: Any, *weights: Any) -> list:
             def table() -> Tensor:
-                after = details.sample_weights(weights, plan.cuts, seen.order, target)
-                found = details.measure_sample(before, after, plan.cuts, seen.order, plan.pieces)
+                cuts, pieces = plan.cuts, plan.pieces
+                after = details.sample_weights(weights, cuts, seen.order, target, pieces)
+                found = details.measure_sample(before, after, cuts, seen.order, pieces)
                 return plan.of_gradients(found)
 
             return [_backend.compute_if(due, table, previous)]

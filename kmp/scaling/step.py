@@ -80,31 +80,33 @@ class ScaledStep:
         pairs = zip(places, scaled, strict=True)
         scaled = [x if x is None else self.plan.pieces.laid_out(i, x) for i, x in pairs]
 
-        in_xla = _backend.inside_xla()
-
         def divide(scaled: list[Gradient]) -> list[Gradient]:  # each replica reads its own scale
             return _unscaled(rule, scaled, kinds, self.counters.state)
 
-        def parts(gradients: list[Gradient]) -> list[Part]:
-            return self._parts(replicas.local(gradients), places, in_xla)
-
         true = replicas.on_each(divide, scaled)
         before, step = self.counters.at_start()
-        if in_xla and not _backend.is_concrete(before.scale):
+        in_xla = _backend.inside_xla()
+        traced = in_xla and not _backend.is_concrete(before.scale)
+        plan = self.plan if traced else self.plan.eagerly
+
+        def parts(gradients: list[Gradient]) -> list[Part]:
+            return self._parts(plan, replicas.local(gradients), places, in_xla)
+
+        if traced:
             # XLA divides while it updates, and again here: the true gradients are never in memory.
             gradients = Gradients(parts(scaled), before, functools.partial(_divided_parts, rule))
         else:
             gradients = Gradients(parts(true))
         cadence, levels = self.telemetry.at_start(step) if self.telemetry else (None, None)
         loss_nonfinite = ops.convert_to_tensor(self.counters.loss_nonfinite)
-        seen = look(self.plan, gradients, loss_nonfinite, cadence, levels)
+        seen = look(plan, gradients, loss_nonfinite, cadence, levels)
         if self.telemetry and measures_details and (not seen.on_host or seen.due_details):
-            seen = take_sample(self.plan, seen, parts(scaled), self._weights())
+            seen = take_sample(plan, seen, parts(scaled), self._weights())
         applies = seen.finite
         if self.window is not None:
             applies = ops.logical_and(seen.finite, self.window.admits())
         replicas.update_if(applies, self.inner, true, variables)
-        self._record(rule, before, step, seen, applies)
+        self._record(plan, rule, before, step, seen, applies)
 
     def forget_scale_of(self, before: ScaleState, nonfinite: Tensor) -> None:
         """Put the scale back, if the last step was skipped for a loss that was `nonfinite`, bool[].
@@ -118,19 +120,27 @@ class ScaledStep:
         if self.telemetry is not None:
             self.telemetry.mark_loss(nonfinite)
 
-    def _parts(self, gradients: list[Gradient], places: Sequence[int], in_xla: bool) -> list[Part]:
+    def _parts(
+        self, plan: MeasurePlan, gradients: list[Gradient], places: Sequence[int], in_xla: bool
+    ) -> list[Part]:
         """Gradients that hold numbers; small ones stacked inside XLA, which writes no stack."""
         rows: list[Gradient] = [None] * len(self.variables)
         for gradient, place in zip(gradients, places, strict=True):
             rows[place] = gradient
         if in_xla:
-            return self.plan.gather(rows)
-        dense, sizes = _backend.are_dense(rows), self.plan.sizes
+            return plan.gather(rows)
+        dense, sizes = _backend.are_dense(rows), plan.sizes
         held = ((i, x) for i, x in enumerate(rows) if x is not None and sizes[i])
         return [Part(x, (i,), False, is_dense=dense[i]) for i, x in held]
 
     def _record(
-        self, rule: LossScale, before: ScaleState, step: Tensor, seen: Look, applied: Tensor
+        self,
+        plan: MeasurePlan,
+        rule: LossScale,
+        before: ScaleState,
+        step: Tensor,
+        seen: Look,
+        applied: Tensor,
     ) -> None:
         """Write the next scale, the counters and the measurements."""
         counters = self.counters
@@ -143,7 +153,7 @@ class ScaledStep:
         if not seen.on_host or nonfinite:
             after = _kept_if(nonfinite, before, after)
         if self.telemetry and (not seen.on_host or seen.due_levels):
-            self.telemetry.record(self.plan, seen, step, before.scale, self._weights)
+            self.telemetry.record(plan, seen, step, before.scale, self._weights)
         counters.scale.assign(after.scale)
         counters.finite_steps.assign(after.finite_steps)
         counters.overflows.assign(after.overflows)

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from oracle import compilations
 
 import kmp
 from kmp.health.telemetry import COLUMNS
@@ -359,8 +360,9 @@ LAYOUTS = {
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
+@pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("overflow", [None, *(name for name in LAYOUTS if name != "absent")])
-def test_all_that_is_measured_equals_a_single_device(overflow):
+def test_all_that_is_measured_equals_a_single_device(overflow, jit):
     """However variables are split: levels, exponents, norms of weights and updates, the culprit."""
     import jax
 
@@ -379,13 +381,12 @@ def test_all_that_is_measured_equals_a_single_device(overflow):
         optimizer.build(variables)
         optimizer.sample_gradients(1)
 
-        @jax.jit
         def step(state, weights):
             optimizer.stateless_scale_loss(state, 1.0)
             return optimizer.stateless_apply(state, gradients, weights)
 
         given = [v.value for v in optimizer.variables], [v.value for v in variables]
-        weights, state = step(*given)
+        weights, state = (jax.jit(step) if jit else step)(*given)
         return variables, weights, optimizer.variables, state
 
     _, alone, _, expected = measured()
@@ -402,3 +403,18 @@ def test_all_that_is_measured_equals_a_single_device(overflow):
         np.testing.assert_array_equal(one, other, err_msg=variable.path)
     for variable, one, other in zip(kept, expected, state, strict=True):
         np.testing.assert_array_equal(one, other, err_msg=variable.path)
+
+
+def test_an_eager_step_of_split_variables_compiles_nothing_anew():
+    keras.distribution.set_distribution(model_parallel(4, 2))
+    model = make_model(sgd())
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    optimizer.sample_gradients(1)
+    assert optimizer.inner_optimizer.momentums[0].value.sharding.spec[1] == "model"
+    gradients = [ops.ones(v.shape) for v in model.trainable_variables]
+    for _ in range(2):
+        with compilations() as heard:
+            optimizer.scale_loss(1.0)
+            optimizer.apply(gradients)
+    assert not heard

@@ -1,6 +1,5 @@
 """Gradients reduced together give the numbers of each of them alone, on every path of the step."""
 
-import contextlib
 import functools
 import re
 import sys
@@ -9,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from oracle import COMPILED_MODES, MODES, Run, compiled, few
+from oracle import COMPILED_MODES, MODES, Run, compilations, compiled, few
 
 import kmp
 from kmp import _backend
@@ -123,24 +122,6 @@ def test_neither_masks_nor_true_gradients_are_written():
     for measures in (False, True):
         ours = arrays_written(kmp.LossScaleOptimizer(adam(), measure_gradients=measures))
         assert sorted(ours) == sorted(plain)
-
-
-@contextlib.contextmanager
-def compilations():
-    """The programs that JAX compiles meanwhile."""
-    import jax
-
-    heard = []
-
-    def listen(event, seconds, **details):
-        if "backend_compile" in event:
-            heard.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield heard
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.only("jax")

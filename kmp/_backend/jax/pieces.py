@@ -58,6 +58,9 @@ class SplitPieces(default.Pieces):
 
         return run
 
+    def eagerly(self) -> default.Pieces:
+        return _EagerPieces(self._mesh)
+
     def sum(self, table: Tensor) -> Tensor:
         # Of the same piece on several devices one counts: where the other axes of the mesh begin.
         first = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in self._mesh.axis_names])
@@ -66,6 +69,14 @@ class SplitPieces(default.Pieces):
 
     def max(self, x: Tensor) -> Tensor:
         return jax.lax.pmax(x, self._mesh.axis_names)
+
+
+class _EagerPieces(default.Pieces):
+    def __init__(self, mesh: Any):
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def everywhere(self, x: Tensor) -> Tensor:
+        return jax.device_put(x, self._everywhere)
 
 
 def _axes_of(layout: NamedSharding) -> list[str]:
