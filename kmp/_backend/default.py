@@ -86,13 +86,9 @@ class Pieces:
         """A tensor that is whole on every device, also where an eager step has it in pieces."""
         return x
 
-    def sum(self, table: Tensor) -> Tensor:
-        """`[num_variables, n]`: the sum over all pieces of each variable. Inside `each`."""
-        return table
-
-    def max(self, x: Tensor) -> Tensor:
-        """The maximum over all pieces. Inside `each`."""
-        return x
+    def reduced(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum and maximum over the pieces, of `[num_variables, ...]`. Inside `each`."""
+        return table, table
 
 
 def pieces(layouts: Sequence[Any]) -> Pieces:

@@ -157,7 +157,7 @@ def measure_sample(
         ops.reshape(first_key + keys, (-1,)),
         len(sizes) * _KEYS,
     )
-    sums = pieces.sum(ops.reshape(sums, (len(sizes), _KEYS)))
+    sums, _ = pieces.reduced(ops.reshape(sums, (len(sizes), _KEYS)))
     whole = [[math.prod(each.shape) / max(each.size, 1)] for each in cuts]
     column = ops.arange(_KEYS, dtype="int32")
     nonzero = ops.where(column > len(COLUMNS), sums, 0.0)

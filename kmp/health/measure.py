@@ -187,7 +187,7 @@ def measure(
     table = _reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
     present = {i for part in parts for i in part.members}
     whole = np.array([n if i in present else 0 for i, n in enumerate(sizes)], "float32")
-    return _levels(pieces.sum(table), pieces.max(table), _backend.constant(whole))
+    return _levels(*pieces.reduced(table), _backend.constant(whole))
 
 
 @_backend.compiled
@@ -235,7 +235,7 @@ def find_nonfinite(
         return ops.maximum(*columns)
 
     found = _reduce_parts(_look_for_nonfinite, join, parts, number, together)
-    return pieces.max(ops.cast(found, "float32"))
+    return pieces.reduced(ops.cast(found, "float32"))[1]
 
 
 def _look_for_nonfinite(values: Tensor) -> Columns:

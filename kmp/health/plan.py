@@ -97,6 +97,19 @@ class MeasurePlan:
         """Stack the small gradients, of one a variable or None, that can be measured together."""
         return gather(gradients, self.sizes, self.kinds, self.split)
 
+    def per_target(
+        self,
+        function: Callable[..., Sequence[Tensor]],
+        shapes: Sequence[tuple[int, ...]],
+        of: Sequence[int | str | None],
+        tensors: Sequence[Any],
+        apart: bool = False,
+    ) -> Sequence[Tensor]:
+        """`_backend.per_target`, on each device with the pieces it holds; see `Pieces.each`."""
+        if any(self.split):
+            function = self.pieces.each(function, of, apart)
+        return _backend.per_target(function, shapes, *tensors)
+
     def of_gradients(self, table: Tensor) -> Tensor:
         """Return `[num_variables, ...]` with zeros in the rows of values that are not gradients."""
         overwrites = [kind.overwrites for kind in self.kinds]
@@ -194,8 +207,7 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
         return (nonfinite + find() if others else nonfinite), levels
 
     shapes = [(number,), (number, len(LEVELS))]
-    each = plan.pieces.each(check, gradients.of)
-    return tuple(_backend.per_target(each, shapes, *gradients.tensors))
+    return tuple(plan.per_target(check, shapes, gradients.of, gradients.tensors))
 
 
 def _complete(
@@ -221,8 +233,7 @@ def _complete(
 
     shapes = [(len(plan.sizes), len(LEVELS))]
     tensors = due, levels, previous, *gradients.tensors
-    each = plan.pieces.each(complete, [None, None, None, *gradients.of])
-    return _backend.per_target(each, shapes, *tensors)[0]
+    return plan.per_target(complete, shapes, [None, None, None, *gradients.of], tensors)[0]
 
 
 def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:
@@ -263,8 +274,8 @@ def take_sample(
 
     tensors = [seen.due_details, *(part.values for part in parts), *weights]
     of = [None, *_variables_of(parts), *range(len(weights))]
-    each = plan.pieces.each(sample, of, apart=True)
-    (before,) = _backend.per_target(each, [(number * plan.pieces.number,)], *tensors)
+    shapes = [(number * plan.pieces.number,)]
+    (before,) = plan.per_target(sample, shapes, of, tensors, apart=True)
     # Otherwise XLA may update the weights first, and keep a copy of all of them for the sample.
     finite, order = _backend.after(seen.finite, before), details.layout(parts, len(plan.shapes))
     return seen._replace(finite=finite, sample=before, order=order)

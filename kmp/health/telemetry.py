@@ -114,8 +114,8 @@ class Telemetry:
         previous = ops.convert_to_tensor(self.details)
         tensors = (seen.due_details, seen.sample, previous, *weights)
         shapes = [tuple(self.details.shape)]
-        each = plan.pieces.each(measured, [None, Pieces.APART, None, *range(len(weights))])
-        self.details.assign(_backend.per_target(each, shapes, *tensors)[0])
+        of = [None, Pieces.APART, None, *range(len(weights))]
+        self.details.assign(plan.per_target(measured, shapes, of, tensors)[0])
 
 
 def kept_sampling(optimizer: Any) -> Callable[[], None]:

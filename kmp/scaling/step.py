@@ -77,8 +77,9 @@ class ScaledStep:
             variables: one for each of them.
         """
         kinds = [self.plan.kinds[place] for place in places]
-        pairs = zip(places, scaled, strict=True)
-        scaled = [x if x is None else self.plan.pieces.laid_out(i, x) for i, x in pairs]
+        if any(self.plan.split):
+            pairs = zip(places, scaled, strict=True)
+            scaled = [x if x is None else self.plan.pieces.laid_out(i, x) for i, x in pairs]
 
         def divide(scaled: list[Gradient]) -> list[Gradient]:  # each replica reads its own scale
             return _unscaled(rule, scaled, kinds, self.counters.state)

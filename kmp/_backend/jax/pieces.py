@@ -61,14 +61,14 @@ class SplitPieces(default.Pieces):
     def eagerly(self) -> default.Pieces:
         return _EagerPieces(self._mesh)
 
-    def sum(self, table: Tensor) -> Tensor:
+    def reduced(self, table: Tensor) -> tuple[Tensor, Tensor]:
         # Of the same piece on several devices one counts: where the other axes of the mesh begin.
-        first = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in self._mesh.axis_names])
+        axes = self._mesh.axis_names
+        first = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in axes])
         counts = jnp.all(self._is_split | first, axis=1)
-        return jax.lax.psum(jnp.where(counts[:, None], table, 0), self._mesh.axis_names)
-
-    def max(self, x: Tensor) -> Tensor:
-        return jax.lax.pmax(x, self._mesh.axis_names)
+        counts = jnp.expand_dims(counts, range(1, table.ndim))
+        sums = jax.lax.psum(jnp.where(counts, table, 0), axes)
+        return sums, jax.lax.pmax(table, axes)
 
 
 class _EagerPieces(default.Pieces):
