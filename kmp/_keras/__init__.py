@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras.src.backend.common import masking
+from keras.src.backend.common.variables import AutocastScope
 
 from kmp._keras.building import casting_inputs
 
@@ -125,7 +127,7 @@ def mark_quantized(layer: keras.Layer) -> None:
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:
     """Within a layer's call, variables keep their dtype. Private: `AutocastScope`."""
-    return keras.src.backend.AutocastScope(None)
+    return AutocastScope(None)
 
 
 # Models
@@ -176,6 +178,16 @@ def _specs(shape: Any, dtype: str) -> Any:
     if shape and isinstance(shape[0], (list, tuple, dict)):
         return [_specs(each, dtype) for each in shape]
     return keras.KerasTensor(shape, dtype=dtype)
+
+
+def call_in_training(model: Any, *inputs: Any) -> Any:
+    """Call a model as the trainer of `fit` does: on JAX without its `__call__`."""
+    arguments = {"training": True} if takes_training(model) else {}
+    if keras.backend.backend() != "jax":
+        return model(*inputs, **arguments)
+    weights = model.trainable_variables, model.non_trainable_variables
+    state = [[v.value for v in variables] for variables in weights]
+    return model.stateless_call(*state, *inputs, **arguments)[0]
 
 
 def takes_training(layer: Any) -> bool:
@@ -265,7 +277,7 @@ def replace_optimizer(model: Any, optimizer: keras.optimizers.Optimizer) -> None
 
 def with_mask_of(x: Any, y: Any) -> Any:
     """`y`, with the mask that `x` has, if any. Private: `get_keras_mask`, `set_keras_mask`."""
-    mask = keras.src.backend.get_keras_mask(x)
+    mask = masking.get_keras_mask(x)
     if mask is not None:
-        keras.src.backend.set_keras_mask(y, mask)
+        masking.set_keras_mask(y, mask)
     return y

@@ -4,11 +4,9 @@ Each function names the private attributes that it reads or sets.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
-
-Tensor: TypeAlias = Any  # of the backend
 
 
 def kept_losses(layers: list[keras.Layer]) -> Callable[[], None]:
@@ -27,7 +25,7 @@ def kept_losses(layers: list[keras.Layer]) -> Callable[[], None]:
     return restore
 
 
-def added_losses(layer: Any) -> list[Tensor]:
+def added_losses(layer: Any) -> list[Any]:
     """What a layer itself has added by `add_loss`, its activity regularizer among it.
 
     Private: `_losses`; `layer.losses` has those of the layers in it too.
@@ -70,14 +68,3 @@ def fresh_loss(model: Any) -> Callable[[], None]:
         model.__dict__["_compile_loss"] = loss
 
     return restore
-
-
-def copy_masks(sources: list[Tensor], targets: list[Tensor]) -> None:
-    """Give each of `targets` the Keras mask of its source, if that has one.
-
-    Private: `keras.src.backend.get_keras_mask` and `set_keras_mask`.
-    """
-    for source, target in zip(sources, targets, strict=True):
-        mask = keras.src.backend.get_keras_mask(source)
-        if mask is not None:
-            keras.src.backend.set_keras_mask(target, mask)

@@ -68,6 +68,10 @@ def build_on_views(
         views: what it reads and assigns in their place.
         make_slot: takes the place of `optimizer.add_variable_from_reference`.
     """
+    keys = [optimizer._var_key(v) for v in variables]
+    excluded: set[Any] = getattr(optimizer, "_exclude_from_weight_decay", set())
+    pairs = zip(keys, views, strict=True)
+    excluded |= {optimizer._var_key(view) for key, view in pairs if key in excluded}
     optimizer.add_variable_from_reference = make_slot
     try:
         optimizer.build(list(views))
@@ -76,11 +80,7 @@ def build_on_views(
     for view in [x for x in optimizer.variables if hasattr(x, "variable")]:
         optimizer._untrack_variable(view)
     vars(optimizer)["_trainable_variables"] = list(variables)
-    keys = [optimizer._var_key(v) for v in variables]
     optimizer._trainable_variables_indices.update({key: i for i, key in enumerate(keys)})
-    excluded: set[Any] = getattr(optimizer, "_exclude_from_weight_decay", set())
-    pairs = zip(keys, views, strict=True)
-    excluded |= {optimizer._var_key(view) for key, view in pairs if key in excluded}
 
 
 _OF_AVERAGES = (

@@ -11,9 +11,8 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Gradient, Tensor, Tree
-from kmp._keras import check_model, takes_training
+from kmp._keras import check_model, takes_training, with_mask_of
 from kmp._keras.calls import Call, Recorder, recording
-from kmp._keras.state import copy_masks
 from kmp.debug.stats import floats, has_nonfinite, is_float_tensor, measure
 from kmp.scaling.optimizer import LossScaleOptimizer
 
@@ -150,7 +149,8 @@ def backward(
             return tree
         tensors, note = floats(tree), functools.partial(record, time, call, role)
         copies = [_backend.watch_gradient(x, note) for x in tensors]
-        copy_masks(tensors, copies)
+        for source, copy in zip(tensors, copies, strict=True):
+            with_mask_of(source, copy)
         copy_of = dict(zip(map(id, tensors), copies, strict=True))
         leaves = [copy_of.get(id(x), x) for x in keras.tree.flatten(tree)]
         return keras.tree.pack_sequence_as(tree, leaves)

@@ -1,5 +1,6 @@
 """Convert a model that exists to mixed precision: the same object and weights, other dtypes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import keras
 
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import (
+    call_in_training,
     check_model,
     forget_functions,
     give_policy,
@@ -184,7 +186,7 @@ def _calls(model: Any) -> list[Callable]:
     # Both look `call` up when they run, which may be one that casts its inputs.
     calls: list[Callable] = [lambda *inputs: model.call(*inputs)]
     if takes_training(model):
-        calls.append(lambda *inputs: model.call(*inputs, training=True))
+        calls.append(functools.partial(call_in_training, model))
     return calls
 
 

@@ -205,7 +205,10 @@ def _is_rounded(metric: Any) -> bool:
 
 
 def _takes_logarithms(loss: Any) -> bool:
-    return "crossentropy" in _name(loss) and not getattr(loss, "from_logits", False)
+    # Some Kerases have it as an attribute, others among the arguments.
+    arguments = loss.get_config() if package_of(loss) == "keras" else {}
+    from_logits = getattr(loss, "from_logits", arguments.get("from_logits", False))
+    return "crossentropy" in _name(loss) and not from_logits
 
 
 def _half_outputs(model: Any) -> list[keras.Layer]:

@@ -1,11 +1,10 @@
 """Find the layers that can be prepared for quantization, and the reasons why others cannot."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
-from kmp._keras import own_weights, parts_of, path_of, symbolic_outputs, takes_training
+from kmp._keras import call_in_training, own_weights, parts_of, path_of, symbolic_outputs
 from kmp.models.fake_quantization import FakeQuantized
 from kmp.models.quantized import PREPARED
 
@@ -60,12 +59,9 @@ def not_told_to_train(model: Any, layers: list[Any]) -> list[Any]:
         told[id(layer)] = told.get(id(layer), False) or bool(training)
         return original(layer, inputs, training)
 
-    # Keras's trainer on JAX calls `call`; `__call__` would pass `training` on by itself.
-    call = model.call if keras.backend.backend() == "jax" else model
-    arguments = {"training": True} if takes_training(model) else {}
     FakeQuantized.rounded_inputs = rounded_inputs  # type: ignore[method-assign]
     try:
-        symbolic_outputs(model, lambda *inputs: call(*inputs, **arguments))
+        symbolic_outputs(model, functools.partial(call_in_training, model))
     finally:
         FakeQuantized.rounded_inputs = original  # type: ignore[method-assign]
     return [layer for layer in layers if not told.get(id(layer), True)]

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from keras.src.backend.common.variables import AutocastScope
 from older import needs
 from quantized_models import fit, one_dense, value, values
 
@@ -87,7 +88,7 @@ def test_the_float32_kernel_is_rounded_under_half_precision():
     """Inside of a layer's call Keras would hand out its copy in half precision."""
     layer = FakeQuantizedDense(8, dtype="mixed_float16")
     layer.build((None, 64))
-    with keras.src.backend.AutocastScope("float16"):
+    with AutocastScope("float16"):
         inside = value(layer.rounded_kernel())
     kernel = value(layer.kernel)
     step = np.abs(kernel).max(0) / 127

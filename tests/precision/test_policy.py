@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from keras.src.backend.common import masking
 from oracle import BACKEND, COMPILED_MODES, compiled
 from processes import environment, run_all
 
@@ -192,8 +193,8 @@ def test_the_casts_work_on_keras_tensors_variables_and_scalars():
 
 def test_the_casts_keep_the_mask():
     x = keras.layers.Embedding(4, 3, mask_zero=True)(np.array([[1, 2, 0]]))
-    mask = keras.src.backend.get_keras_mask(x)
-    cast = keras.src.backend.get_keras_mask(kmp.Policy("mixed_bfloat16").cast_to_compute(x))
+    mask = masking.get_keras_mask(x)
+    cast = masking.get_keras_mask(kmp.Policy("mixed_bfloat16").cast_to_compute(x))
     assert mask is not None and cast is mask
 
 
