@@ -120,8 +120,8 @@ def collectives(text: str, name: str) -> list[int]:
     """Bytes of the results of each collective of a kind, such as "all-gather".
 
     A collective that XLA runs beside other work stands in the text once for each part of that work,
-    every time with the same channel. Those of `shard_map` share a channel, and have operations of
-    their own.
+    every time with the same channel. Channel 1 is given to different collectives, such as those of
+    `shard_map`: they are told apart by their shapes.
     """
     found: dict[str, int] = {}
     channels: dict[str, str] = {}  # of what is started in one place and done in another
@@ -129,8 +129,8 @@ def collectives(text: str, name: str) -> list[int]:
     for instruction, shape, suffix, operand, rest in re.findall(pattern, text):
         channel = re.search(r"channel_id=(\d+)", rest)
         key = channels.get(operand, "") if suffix == "-done" else instruction
-        operation = re.search(r'op_name="([^"]*shard_map[^"]*)"', rest)
-        key = (operation or channel).group(1) if channel else key
+        if channel:
+            key = f"1 {shape}" if channel.group(1) == "1" else channel.group(1)
         channels[instruction] = key
         if suffix != "-start":
             found[key] = min(size_of(shape), found.get(key, 2**63))
