@@ -81,7 +81,8 @@ class MeasurePlan:
     sizes: tuple[int, ...] = dataclasses.field(init=False)  # each variable's number of elements
     split: tuple[bool, ...] = dataclasses.field(init=False)  # whether it is split over devices
     cuts: tuple[details.Cut, ...] = dataclasses.field(init=False)  # how its piece is sampled
-    eagerly: "MeasurePlan" = dataclasses.field(init=False, repr=False)  # for eager steps
+    # For eager steps:
+    eagerly: "MeasurePlan" = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         pieces = [self.pieces.shape(i, shape) for i, shape in enumerate(self.shapes)]

@@ -44,12 +44,12 @@ class SplitPieces(default.Pieces):
             return one_each if of == self.APART else everywhere
 
         def run(target: str, *tensors: Tensor) -> Any:
-            def pieces(*tensors: Tensor) -> Any:
+            def on_device(*tensors: Tensor) -> Any:
                 return function(target, *tensors)
 
             # Unchecked, for JAX does not know of every operation what it makes the same everywhere.
             return jax.shard_map(
-                pieces,
+                on_device,
                 mesh=self._mesh,
                 in_specs=tuple(map(spec, of)),
                 out_specs=one_each if apart else everywhere,
