@@ -9,7 +9,7 @@ import jax
 import keras
 from jax import numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from kmp._backend import default
 from kmp._backend.types import Tensor, Variable
@@ -134,7 +134,14 @@ def _batch(
     return found, [0] * len(shapes)
 
 
+def _jvp(primals: Sequence[Tensor], _: Any, **parameters: Any) -> tuple[list, list]:
+    """`jax.grad` through a step, as in meta-learning: what is looked at is constant there."""
+    found = _per_target.bind(*primals, **parameters)
+    return found, [jnp.zeros_like(x) for x in found]
+
+
 batching.primitive_batchers[_per_target] = _batch
+ad.primitive_jvps[_per_target] = _jvp
 
 for _platform, _target in _TARGETS.items():
     mlir.register_lowering(
