@@ -392,7 +392,8 @@ def test_an_ensemble_steps_under_vmap(details):
 
 
 @pytest.mark.only("jax")
-def test_a_step_can_be_differentiated():
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_step_can_be_differentiated(jit):
     """As meta-learning does: the step of SGD, whose derivative by its weight is known."""
     import jax
 
@@ -406,5 +407,6 @@ def test_a_step_can_be_differentiated():
         weights, _ = optimizer.stateless_apply(state, [jax.grad(loss)(weight)], [weight])
         return ops.sum(weights[0])
 
-    derivative = jax.jit(jax.grad(after))(kernel.value)
+    gradient = jax.grad(after)
+    derivative = (jax.jit(gradient) if jit else gradient)(kernel.value)
     np.testing.assert_array_equal(derivative, np.full(3, 1 - 0.25 * 2))

@@ -113,6 +113,12 @@ def _(*_: Any, function: Callable, shapes: tuple) -> list:
     return [jax.core.ShapedArray(shape, jax.numpy.dtype("float32")) for shape in shapes]
 
 
+@_per_target.def_impl
+def _(*tensors: Tensor, function: Callable, shapes: tuple) -> Sequence[Tensor]:
+    """Where `jax.grad` or `jax.vmap` of a step is not compiled."""
+    return function(jax.default_backend(), *tensors)
+
+
 def _lower(context: Any, *operands: Any, function: Callable, shapes: tuple, target: str) -> Any:
     lowered = mlir.lower_fun(functools.partial(function, target), multiple_results=True)
     return lowered(context, *operands)
