@@ -389,3 +389,24 @@ def test_an_ensemble_steps_under_vmap(details):
         alone = jax.jit(step)(gradient, weight)
         jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), together, alone)
     assert (np.asarray(together[0][0]) == 1).all((1, 2)).tolist() == [False, True, False]
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_step_can_be_differentiated(jit):
+    """As meta-learning does: the step of SGD, whose derivative by its weight is known."""
+    import jax
+
+    optimizer = kmp.scaled("sgd", learning_rate=0.25)
+    kernel = keras.Variable(np.ones(3, "float32"))
+    optimizer.build([kernel])
+    state = [v.value for v in optimizer.variables]
+
+    def after(weight):
+        loss = lambda w: optimizer.stateless_scale_loss(state, ops.sum(ops.square(w)))  # noqa: E731
+        weights, _ = optimizer.stateless_apply(state, [jax.grad(loss)(weight)], [weight])
+        return ops.sum(weights[0])
+
+    gradient = jax.grad(after)
+    derivative = (jax.jit(gradient) if jit else gradient)(kernel.value)
+    np.testing.assert_array_equal(derivative, np.full(3, 1 - 0.25 * 2))

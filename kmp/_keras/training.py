@@ -4,6 +4,7 @@ Each function names the private attributes that it reads or sets.
 """
 
 import contextlib
+import inspect
 from typing import Any
 
 import keras
@@ -39,6 +40,13 @@ def note_placements(model: Any) -> None:
     """
     if hasattr(model, "_record_training_state_sharding_spec"):
         model._record_training_state_sharding_spec()
+
+
+def called_by_train_on_batch() -> bool:
+    """Whether Keras's `train_on_batch` has called the function that asks this."""
+    frame = inspect.currentframe()
+    caller = frame and frame.f_back and frame.f_back.f_back
+    return caller is not None and caller.f_code.co_name == "train_on_batch"
 
 
 def strategy_scope(model: Any) -> contextlib.AbstractContextManager[Any]:

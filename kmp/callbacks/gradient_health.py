@@ -138,7 +138,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._cadence = Cadence(self._every, step)
         self._alarms = Alarms(self.limits)
         self._past: collections.deque[GradientReport] = collections.deque()
-        self._silence = Silence(lambda: weight_decay(self._synced()))
+        self._silence = Silence(self._decay)  # a lambda could not be pickled
         self._update_ratios: collections.deque[float] = collections.deque(maxlen=10)
 
     def set_model(self, model):
@@ -269,6 +269,9 @@ class GradientHealth(keras.callbacks.Callback):
         """The optimizer, when JAX's state is out of the loop and in its variables."""
         _ = self.model
         return self._optimizer
+
+    def _decay(self) -> float:
+        return weight_decay(self._synced())
 
     def _settled(self, report: GradientReport) -> GradientReport | None:
         """The report since which overflows are no longer how the scale is found."""

@@ -67,6 +67,7 @@ class Outlets:
         for each in (self._curves, self._dashboard):
             if each is not None:
                 each.close()
+        self._curves = self._dashboard = None  # their files cannot be copied or pickled
 
 
 def _writes_epochs(callback: keras.callbacks.Callback, log_dir: str | os.PathLike[str]) -> bool:

@@ -210,12 +210,11 @@ class _Guard:
             self.release(owner, raised)
 
     def make_train_function(self, force: bool = False) -> None:
-        """What `fit` and `train_on_batch` call when they begin: older claims are left over."""
-        self.abandon(raised=False)
-        if self._claims:
-            self.start(force)
-        else:
-            self._make(force)
+        """What `fit`, which may find older claims left over, and `train_on_batch` call first."""
+        if not training.called_by_train_on_batch():  # a loop may drive its callbacks by hand
+            self.abandon(raised=False)
+        make = self.start if self._claims else self._make
+        make(force)
 
     def start(self, force: bool = False) -> None:
         """Let the model train by the function that the claims ask for."""

@@ -1,6 +1,8 @@
 """GradientHealth: reads exactly what happened, at true steps, and changes nothing."""
 
+import copy
 import csv
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -459,3 +461,16 @@ def test_a_skipped_step_leaves_moving_statistics_alone(layer, jit, cause):
     assert any(
         (a != ops.convert_to_numpy(v)).any() for a, v in zip(before, model.variables, strict=True)
     )
+
+
+@pytest.mark.filterwarnings("ignore:The state of")  # of an optimizer that is copied unbuilt
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_watch_as_the_original_does(make, tmp_path):
+    """Tools copy callbacks: tuners deeply, and those that start processes by pickles."""
+    x, y = data()
+    health = kmp.callbacks.GradientHealth(log_dir=tmp_path)
+    for _ in range(2):  # new, then used
+        health, model = make(health), linear_model()
+        model.fit(x, y, callbacks=[health], verbose=0)
+        assert health.report.step == int(model.optimizer.iterations) and health.verdict
+        assert health._silence._decay.__self__ is health

@@ -400,6 +400,27 @@ def test_train_on_batch_is_protected_too():
     assert_same(before, state(model))
 
 
+def test_callbacks_that_a_loop_around_train_on_batch_drives():
+    """The callbacks see every step, and their protection lasts until `on_train_end`."""
+    model, health = linear_model(), GradientHealth()
+    history = keras.callbacks.History()
+    mine = [health, TerminateOnNaN(), kmp.callbacks.DivergenceGuard(), history]
+    callbacks = keras.callbacks.CallbackList(mine, model=model)
+    x, y = data(steps=4, poisoned=[2])
+    callbacks.on_train_begin()
+    callbacks.on_epoch_begin(0)
+    for step in range(4):
+        callbacks.on_train_batch_begin(step)
+        part = slice(4 * step, 4 * step + 4)
+        logs = model.train_on_batch(x[part], y[part], return_dict=True)
+        callbacks.on_train_batch_end(step, logs)
+    callbacks.on_epoch_end(0, logs)
+    assert np.isfinite(logs["loss"]) and history.history["skipped_steps"] == [1]
+    assert health.report.step == 4
+    callbacks.on_train_end()
+    assert is_keras_own(model)
+
+
 def test_an_own_train_step_set_on_the_model_is_put_back():
     model = linear_model()
     steps = []

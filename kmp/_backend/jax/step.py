@@ -9,7 +9,7 @@ import jax
 import keras
 from jax import numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from kmp._backend import default
 from kmp._backend.types import Tensor, Variable
@@ -113,6 +113,12 @@ def _(*_: Any, function: Callable, shapes: tuple) -> list:
     return [jax.core.ShapedArray(shape, jax.numpy.dtype("float32")) for shape in shapes]
 
 
+@_per_target.def_impl
+def _(*tensors: Tensor, function: Callable, shapes: tuple) -> Sequence[Tensor]:
+    """Where `jax.grad` or `jax.vmap` of a step is not compiled."""
+    return function(jax.default_backend(), *tensors)
+
+
 def _lower(context: Any, *operands: Any, function: Callable, shapes: tuple, target: str) -> Any:
     lowered = mlir.lower_fun(functools.partial(function, target), multiple_results=True)
     return lowered(context, *operands)
@@ -134,7 +140,14 @@ def _batch(
     return found, [0] * len(shapes)
 
 
+def _jvp(primals: Sequence[Tensor], _: Any, **parameters: Any) -> tuple[list, list]:
+    """`jax.grad` through a step, as in meta-learning: what is looked at is constant there."""
+    found = _per_target.bind(*primals, **parameters)
+    return found, [jnp.zeros_like(x) for x in found]
+
+
 batching.primitive_batchers[_per_target] = _batch
+ad.primitive_jvps[_per_target] = _jvp
 
 for _platform, _target in _TARGETS.items():
     mlir.register_lowering(
