@@ -53,7 +53,7 @@ class Int8Convolution(keras.Layer):
         x = x / along_channels(self, ops.multiply(self.kernel_scale, inputs_scale))
         return add_bias_and_activate(self, x)
 
-    _int8_call = call  # Keras calls this under the policy "int8_from_float32"
+    quantized_call = call  # Keras calls this under the policy "int8_from_float32"
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
