@@ -17,8 +17,12 @@ from processes import environment, run_all
 import kmp
 from kmp._keras import is_graph, layers_of
 
-# Keras says it of each block without a `build` that comes out of a file, converted or not.
-pytestmark = pytest.mark.filterwarnings(r"ignore:`build\(\)` was called on layer:UserWarning")
+# Keras says the first of each block without a `build` that comes out of a file, converted or not,
+# and Keras 3.16 the second of a Functional model inside another.
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:`build\(\)` was called on layer:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*was passed an input with a mask:UserWarning"),
+]
 
 
 def outputs(model, x):
