@@ -44,11 +44,7 @@ class Backend(Protocol):
         """
 
     def pieces(self, layouts: Sequence[Any]) -> Pieces:
-        """What each device holds of variables that lie by these layouts, if any is split.
-
-        Args:
-            layouts: one for each variable, from `kmp._keras.optimizer.layouts_of`; or none.
-        """
+        """What each device holds of variables, given the layout of each; none if none is split."""
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
         """A function as one program of tensors, and of `static` arguments at these places."""
@@ -144,10 +140,7 @@ class Backend(Protocol):
         """
 
     def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
-        """Remember until the next step if a loss is not finite, where that is possible.
-
-        Not on JAX, which scales the loss in a pure function, nor where replicas have a loss each.
-        """
+        """Remember if a loss is not finite. Not on JAX, nor where replicas have a loss each."""
 
     # ---- Keras's training loop -------------------------------------------------------------------
 

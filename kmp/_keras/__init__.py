@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.common import masking
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope
 
 from kmp._keras.building import casting_inputs
@@ -277,7 +277,7 @@ def replace_optimizer(model: Any, optimizer: keras.optimizers.Optimizer) -> None
 
 def with_mask_of(x: Any, y: Any) -> Any:
     """`y`, with the mask that `x` has, if any. Private: `get_keras_mask`, `set_keras_mask`."""
-    mask = masking.get_keras_mask(x)
+    mask = get_keras_mask(x)
     if mask is not None:
-        masking.set_keras_mask(y, mask)
+        set_keras_mask(y, mask)
     return y
