@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import keras
 
+from kmp._backend.default import WHOLE as WHOLE
 from kmp._backend.default import Pieces as Pieces
 from kmp._backend.interface import Backend
 

@@ -13,7 +13,7 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._backend import Pieces
+from kmp._backend import WHOLE, Pieces
 from kmp._backend.types import Gradient, Tensor
 from kmp.health.measure import SMALL, Part
 
@@ -24,7 +24,6 @@ BINS = HIGHEST - LOWEST + 3
 COLUMNS = ("weight_norm", "update_norm", "unmoved_share")
 WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE = range(len(COLUMNS))
 _KEYS = len(COLUMNS) + BINS
-_WHOLE = Pieces()
 _EXPONENT_BITS, _BIAS, _MANTISSA = 255, 127, 23
 
 
@@ -81,7 +80,7 @@ def sample(
     weights: Sequence[Tensor],
     cuts: Sequence[Cut],
     target: str = "host",
-    pieces: Pieces = _WHOLE,
+    pieces: Pieces = WHOLE,
 ) -> Tensor:
     """Sample gradients and weights, on the target that `_backend.per_target` names.
 
@@ -107,7 +106,7 @@ def sample_weights(
     cuts: Sequence[Cut],
     order: Sequence[int],
     target: str = "host",
-    pieces: Pieces = _WHOLE,
+    pieces: Pieces = WHOLE,
 ) -> Tensor:
     """Sample weights: float32[n], with the variables in this order."""
     return _together([_sampled(weights[i], cuts[i], target, pieces) for i in order])
@@ -129,7 +128,7 @@ def measure_sample(
     after: Tensor,
     cuts: Sequence[Cut],
     order: Sequence[int],
-    pieces: Pieces = _WHOLE,
+    pieces: Pieces = WHOLE,
 ) -> Tensor:
     """Measure gradients, weights and updates on their samples.
 

@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops
 
 from kmp import _backend
-from kmp._backend import Pieces
+from kmp._backend import WHOLE, Pieces
 from kmp._backend.types import Gradient, Tensor
 
 # Levels are in true units (after division by the loss scale) and over finite values only, so that
@@ -24,7 +24,6 @@ LEVELS = ("l2_norm", "max_abs", "zero_share", "nonfinite")
 L2_NORM, MAX_ABS, ZERO_SHARE, NONFINITE = range(len(LEVELS))
 
 T = TypeVar("T")
-_WHOLE = Pieces()
 Columns = tuple[Tensor, ...]  # the second is reduced by its maximum, the others are summed
 
 SMALL = 4096  # gradients of at most this many values are stacked with others of their size
@@ -172,7 +171,7 @@ def measure(
     sizes: Sequence[int],
     *,
     together: bool = False,
-    pieces: Pieces = _WHOLE,
+    pieces: Pieces = WHOLE,
 ) -> Tensor:
     """float32[num_variables, 4]: `LEVELS` of true gradients; zeros where there is no gradient.
 
@@ -220,7 +219,7 @@ def _look_at_levels(values: Tensor) -> Columns:
 
 
 def find_nonfinite(
-    parts: Sequence[Part], number: int, *, together: bool = False, pieces: Pieces = _WHOLE
+    parts: Sequence[Part], number: int, *, together: bool = False, pieces: Pieces = WHOLE
 ) -> Tensor:
     """float32[number], above 0 for gradients that hold inf or NaN, 0 where there is none."""
     if not parts:

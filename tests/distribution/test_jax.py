@@ -10,6 +10,7 @@ from keras import ops
 from oracle import compilations
 
 import kmp
+from kmp.health import details
 from kmp.health.telemetry import COLUMNS
 
 pytestmark = pytest.mark.only("jax")
@@ -403,6 +404,55 @@ def test_all_that_is_measured_equals_a_single_device(overflow, jit):
         np.testing.assert_array_equal(one, other, err_msg=variable.path)
     for variable, one, other in zip(kept, expected, state, strict=True):
         np.testing.assert_array_equal(one, other, err_msg=variable.path)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize(
+    ("axes", "split"), [((None, "model"), (1, 2)), (("model", "batch"), (2, 4)), (None, (1, 1))]
+)
+def test_each_device_samples_every_few_numbers_of_its_piece(axes, split, jit):
+    """A variable of 65,536 numbers, of which 4,096 are sampled at most; the same by NumPy."""
+    import jax
+
+    devices = keras.distribution.list_devices("cpu")[:8]
+    layouts = keras.distribution.LayoutMap(
+        keras.distribution.DeviceMesh((4, 2), ["batch", "model"], devices)
+    )
+    layouts["other"] = ("batch", "model")  # or nothing would be split in the last case
+    if axes is not None:
+        layouts["large"] = axes
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layouts))
+    values = np.arange(256 * 256, dtype="float32").reshape(256, 256) % 127 - 63
+    other = np.ones((8, 8), "float32")
+    variables = [keras.Variable(values, name="large"), keras.Variable(other, name="other")]
+    optimizer = kmp.scaled("sgd", 1.0, learning_rate=1.0)
+    optimizer.build(variables)
+    optimizer.sample_gradients(1)
+    gradients = [np.where(values > 0, 2.0, 0.0).astype("float32"), other]
+
+    def step(state, weights):
+        optimizer.stateless_scale_loss(state, 1.0)
+        return optimizer.stateless_apply(state, gradients, weights)
+
+    given = [v.value for v in optimizer.variables], [v.value for v in variables]
+    _, state = (jax.jit(step) if jit else step)(*given)
+    names = [v.name for v in optimizer.variables]
+    weight_norm, update_norm, _, *bins = np.asarray(state[names.index("gradient_details")])[0]
+
+    # An eager step samples whole variables, by the strides of a whole one.
+    split = split if jit else (1, 1)
+    cut = details.cut((256, 256), tuple(256 // n for n in split))
+    assert max(cut.strides) > 1
+    pieces = [x for half in np.split(values, split[0]) for x in np.split(half, split[1], axis=1)]
+    every = tuple(slice(None, None, stride) for stride in cut.strides)
+    before = np.concatenate([x[every].ravel() for x in pieces])
+    update = np.where(before > 0, 2.0, 0.0)
+    # At most 4,096 squares of at most 63 sum to less than 2**24, exactly; root and product round.
+    whole = np.sqrt(values.size / before.size)
+    norms = [whole * np.linalg.norm(x) for x in (before - update, update)]
+    np.testing.assert_allclose([weight_norm, update_norm], norms, rtol=4 * 2.0**-24)
+    moved = (update > 0).sum()
+    assert bins[0] == before.size - moved and max(bins[1:]) == sum(bins[1:]) == moved
 
 
 def test_an_eager_step_of_split_variables_compiles_nothing_anew():

@@ -86,4 +86,4 @@ def _axes_of(layout: NamedSharding) -> list[str]:
 
 
 def pieces(layouts: Sequence[Any]) -> default.Pieces:
-    return SplitPieces(layouts) if layouts else default.Pieces()
+    return SplitPieces(layouts) if layouts else default.WHOLE
