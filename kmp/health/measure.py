@@ -196,10 +196,10 @@ def _table(columns: Columns) -> Tensor:
 
 @_backend.compiled
 def _levels(sums: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
-    squares, nonzero, nonfinite = (sums[:, i] for i in (0, 2, 3))
-    max_abs = largest[:, 1]
+    # Squares in the place of the norm, and what is not zero in the place of the share that is.
+    squares, nonzero, nonfinite = (sums[:, i] for i in (L2_NORM, ZERO_SHARE, NONFINITE))
     zero_share = (whole - nonzero) / ops.maximum(whole, 1.0)
-    return ops.stack([ops.sqrt(squares), max_abs, zero_share, nonfinite], axis=1)
+    return ops.stack([ops.sqrt(squares), largest[:, MAX_ABS], zero_share, nonfinite], axis=1)
 
 
 @_backend.compiled

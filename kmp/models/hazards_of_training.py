@@ -205,7 +205,7 @@ def _is_rounded(metric: Any) -> bool:
 
 
 def _takes_logarithms(loss: Any) -> bool:
-    # Some Kerases have it as an attribute, others among the arguments.
+    # An attribute of Keras's losses before 3.16, and then one of their arguments alone.
     arguments = loss.get_config() if package_of(loss) == "keras" else {}
     from_logits = getattr(loss, "from_logits", arguments.get("from_logits", False))
     return "crossentropy" in _name(loss) and not from_logits
