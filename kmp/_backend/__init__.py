@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import keras
 
-from kmp._backend.default import WHOLE as WHOLE
-from kmp._backend.default import Pieces as Pieces
 from kmp._backend.interface import Backend
+from kmp._backend.one_device import WHOLE as WHOLE
+from kmp._backend.one_device import Pieces as Pieces
 
 _NAME = keras.backend.backend()
 if _NAME not in ("tensorflow", "jax", "torch"):

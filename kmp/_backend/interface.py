@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from kmp._backend.default import Pieces
+from kmp._backend.one_device import Pieces
 from kmp._backend.types import Device, DeviceMemory, Due, Gradient, Tensor, Tree, Variable
 
 
@@ -130,7 +130,7 @@ class Backend(Protocol):
         """Sum the gradients over the replicas, if there are any, and run a step for all of them.
 
         Args:
-            step: takes how its parts run (`default.OneReplica`), the gradients and the variables.
+            step: takes how its parts run (`OneReplica`), the gradients and the variables.
             gradients: of the scaled loss, of this replica.
             variables: one for each of them.
             inner: the optimizer that updates them.

@@ -12,11 +12,11 @@ import numpy as np
 from jax import numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kmp._backend import default
+from kmp._backend.one_device import WHOLE, Pieces
 from kmp._backend.types import Tensor
 
 
-class SplitPieces(default.Pieces):
+class SplitPieces(Pieces):
     """Of variables that lie on a mesh of devices by these layouts, one for each."""
 
     def __init__(self, layouts: Sequence[NamedSharding]):
@@ -58,7 +58,7 @@ class SplitPieces(default.Pieces):
 
         return run
 
-    def eagerly(self) -> default.Pieces:
+    def eagerly(self) -> Pieces:
         return _EagerPieces(self._mesh)
 
     def reduced(self, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class SplitPieces(default.Pieces):
         return sums, jax.lax.pmax(table, axes)
 
 
-class _EagerPieces(default.Pieces):
+class _EagerPieces(Pieces):
     def __init__(self, mesh: Any):
         self._everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -85,5 +85,5 @@ def _axes_of(layout: NamedSharding) -> list[str]:
     return [axis for entry in entries for axis in entry]
 
 
-def pieces(layouts: Sequence[Any]) -> default.Pieces:
-    return SplitPieces(layouts) if layouts else default.WHOLE
+def pieces(layouts: Sequence[Any]) -> Pieces:
+    return SplitPieces(layouts) if layouts else WHOLE

@@ -12,6 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from kmp._backend import default
+from kmp._backend.one_device import OneReplica
 from kmp._backend.types import Tensor, Variable
 
 
@@ -62,7 +63,7 @@ def _update_if(
         inner.apply(gradients, variables)
 
 
-_one_replica = default.OneReplica(_update_if)
+_one_replica = OneReplica(_update_if)
 
 
 def _accumulating_by_selects(optimizer: Any) -> contextlib.AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from tensorflow.python.ops import control_flow_util  # no public way to ask for 
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2  # nor past one
 
 from kmp._backend import default
+from kmp._backend.one_device import OneReplica
 from kmp._backend.tensorflow.distribute import keep_old_values, step_on_replicas
 from kmp._backend.tensorflow.masked import masked_assignments
 from kmp._backend.types import Device, DeviceMemory, Due, Gradient, Tensor, Variable
@@ -184,7 +185,7 @@ def run_step(
     if tf.distribute.has_strategy():
         step_on_replicas(step, gradients, variables)
     else:
-        step(default.OneReplica(update_if), gradients, variables)
+        step(OneReplica(update_if), gradients, variables)
 
 
 def _of_known_shape(gradient: Gradient, variable: Variable) -> Gradient:

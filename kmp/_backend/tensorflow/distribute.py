@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from kmp._backend import default
+from kmp._backend.one_device import OneReplica
 from kmp._backend.types import Gradient, Tensor, Variable
 
 _lock = threading.Lock()
@@ -28,7 +29,7 @@ def step_on_replicas(
     """Run a step for all replicas at once.
 
     Args:
-        step: takes how its parts run (see `default.OneReplica`), gradients and variables.
+        step: takes how its parts run (see `OneReplica`), gradients and variables.
         gradients: this replica's gradients of the scaled loss.
         variables: their variables.
 
@@ -43,14 +44,14 @@ def step_on_replicas(
         )
     gradients = _all_reduced(gradients)
     if not merges_replicas():
-        step(default.OneReplica(_update_by_selects), gradients, variables)
+        step(OneReplica(_update_by_selects), gradients, variables)
         return
     tf.distribute.get_replica_context().merge_call(
         lambda strategy, *args: step(_MergedReplicas(strategy), *args), args=(gradients, variables)
     )
 
 
-class _MergedReplicas(default.OneReplica):
+class _MergedReplicas(OneReplica):
     """Runs the parts of a step from the cross-replica context."""
 
     def __init__(self, strategy: Any):

@@ -11,6 +11,7 @@ import torch
 from keras import ops
 
 from kmp._backend import default
+from kmp._backend.one_device import OneReplica
 from kmp._backend.types import Device, DeviceMemory, Due, Tensor, Variable
 
 
@@ -164,9 +165,9 @@ def run_step(
         if half or _with_other_processes():
             # Half precision is updated through views, which take minutes to compile; processes
             # wait for each other.
-            return _uncompiled(step, default.OneReplica(update), gradients, variables)
+            return _uncompiled(step, OneReplica(update), gradients, variables)
         update = _update_masked
-    step(default.OneReplica(update), gradients, variables)
+    step(OneReplica(update), gradients, variables)
 
 
 @torch.compiler.disable
