@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kmp._backend.one_device import Pieces
-from kmp._backend.types import Device, DeviceMemory, Due, Gradient, Tensor, Tree, Variable
+from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Tree, Variable
 
 
 class Backend(Protocol):
@@ -100,18 +100,18 @@ class Backend(Protocol):
     # ---- The step ------------------------------------------------------------------------------
 
     def flags(
-        self, number: Tensor, loss_nonfinite: Tensor, due: Due | None, *tensors: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
+        self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """Turn counts into the flags that the rest of the step acts on.
 
         Args:
             number: above 0 if gradients are not finite.
             loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-            due: makes more flags of `tensors`, float32 and int32, or of what the host read of them.
+            others: float32 and int32 tensors that go with them.
 
         Returns:
-            bool[], gradients finite; bool[], loss finite; what `due` returns. NumPy bools where the
-            host has read them, for it to branch on; tensors while they are traced.
+            bool[], gradients finite; bool[], loss finite; the others. NumPy's where the host has
+            read them, all in one transfer, to branch on; tensors while they are traced.
         """
 
     def after(self, finite: Tensor, sample: Tensor) -> Tensor:

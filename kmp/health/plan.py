@@ -16,7 +16,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend import Pieces
-from kmp._backend.types import Due, Gradient, Tensor
+from kmp._backend.types import Gradient, Tensor
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, Part, gather
 
@@ -49,18 +49,27 @@ class Kind(NamedTuple):
     overwrites: bool = False
 
 
+class Cadence(NamedTuple):
+    """What tells a step whether it is to measure."""
+
+    due: Callable[..., tuple[Tensor, Tensor]]  # levels, and details; given the step's number, and
+    tensors: Sequence[Tensor]
+    health: Tensor  # float32[num_variables, 5], whose first columns are the levels measured last
+
+
 class Look(NamedTuple):
     """What a step knows about its gradients before it writes anything."""
 
     finite: Tensor  # bool[], whether all gradients are finite
     loss_finite: Tensor  # bool[], False if the loss is known not to be finite
+    numbers: Sequence[Tensor]  # those of the step, on the host if the flags are
     nonfinite: Tensor  # float32[num_variables], above 0 where a gradient is not finite
     blamed: tuple[Tensor, Tensor] | None  # from `measure.blame`; None if nobody has asked yet
     max_abs: Tensor | None = None  # float32[], the largest true gradient, if the plan asks for it
     # None if nothing is measured:
     due_levels: Tensor | None = None  # bool[], whether this step measures levels
     due_details: Tensor | None = None  # bool[], whether this step measures details
-    levels: Tensor | None = None  # float32[num_variables, 4], possibly of an earlier step
+    levels: Tensor | None = None  # float32[num_variables, 4], perhaps of an earlier step
     sample: Tensor | None = None  # float32[2 * n] a device, from `details.sample`
     order: Sequence[int] = ()  # of the variables in the sample
     on_host: bool = False  # whether the host knows the flags, and may branch on them
@@ -68,10 +77,7 @@ class Look(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeasurePlan:
-    """What to measure of the gradients of an optimizer's variables.
-
-    The gradient of a variable that is split over devices is not stacked with others.
-    """
+    """What to measure of the gradients of an optimizer's variables."""
 
     shapes: tuple[tuple[int, ...], ...]  # of each variable
     kinds: tuple[Kind, ...]  # of each variable. Only gradients of one kind are stacked
@@ -79,7 +85,8 @@ class MeasurePlan:
     levels: bool  # whether the levels of all gradients are measured
     max_abs: bool  # whether the loss-scaling rule needs the largest gradient of every step
     sizes: tuple[int, ...] = dataclasses.field(init=False)  # each variable's number of elements
-    split: tuple[bool, ...] = dataclasses.field(init=False)  # whether it is split over devices
+    # Whether it is split over devices. Its gradient is then not stacked with others
+    split: tuple[bool, ...] = dataclasses.field(init=False)
     cuts: tuple[details.Cut, ...] = dataclasses.field(init=False)  # how its piece is sampled
     # For eager steps:
     eagerly: "MeasurePlan" = dataclasses.field(init=False, repr=False, compare=False)
@@ -156,8 +163,8 @@ def look(
     plan: MeasurePlan,
     gradients: Gradients,
     loss_nonfinite: Tensor,
-    cadence: tuple[Due, Sequence[Tensor]] | None,
-    previous: Tensor | None,
+    numbers: Sequence[Tensor],
+    cadence: Cadence | None,
 ) -> Look:
     """Look at the gradients of a step: are they all finite, and how large are they?
 
@@ -165,28 +172,29 @@ def look(
         plan: the optimizer's plan.
         gradients: of the variables that it was made for.
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-        cadence: what tells whether levels and details are due, and what that takes, from
-            `Telemetry.at_start`; None if nothing is measured.
-        previous: float32[num_variables, 4], the levels of the last measured step.
+        numbers: float32 and int32 scalars that the rest of the step takes, beginning with the
+            step's number, counted from 1.
+        cadence: from `Telemetry.at_start`; None if nothing is measured.
     """
     nonfinite, levels = _check(plan, gradients)
     # Outside XLA the few steps that overflow ask for the culprit; the others need only a number.
     blamed = measure.blame(nonfinite) if gradients.divide else None
     (number,) = blamed[:1] if blamed else _backend.reduce_columns((nonfinite,), (0,))
-    due, tensors = cadence or (None, ())
-    finite, loss_finite, flags = _backend.flags(number, loss_nonfinite, due, *tensors)
-    largest = None
+    tensors = cadence.tensors if cadence else ()
+    finite, loss_finite, read = _backend.flags(number, loss_nonfinite, *numbers, *tensors)
+    numbers, tensors = read[: len(numbers)], read[len(numbers) :]
+    on_host, largest = isinstance(finite, np.bool_), None
     if plan.max_abs:
         largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
-    on_host = isinstance(finite, np.bool_)
-    seen = Look(finite, loss_finite, nonfinite, blamed, largest, on_host=on_host)
-    if flags is None:
+    seen = Look(finite, loss_finite, numbers, nonfinite, blamed, largest, on_host=on_host)
+    if cadence is None:
         return seen
-    # An overflowing step always measures its levels. (Operators rather than ops, because on PyTorch
-    # the flags are on the host.)
-    due_levels = flags[0] | ~finite
-    levels = _complete(plan, gradients, due_levels, levels, previous)
-    return seen._replace(due_levels=due_levels, due_details=flags[1], levels=levels)
+    due_levels, due_details = cadence.due(numbers[0], *tensors)
+    due_levels = due_levels | ~finite  # an overflowing step always measures its levels
+    seen = seen._replace(due_levels=due_levels, due_details=due_details)
+    if on_host and not due_levels:
+        return seen
+    return seen._replace(levels=_complete(plan, gradients, due_levels, levels, cadence.health))
 
 
 def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
@@ -212,11 +220,11 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
 
 
 def _complete(
-    plan: MeasurePlan, gradients: Gradients, due: Tensor, levels: Tensor, previous: Any
+    plan: MeasurePlan, gradients: Gradients, due: Tensor, levels: Tensor, health: Tensor
 ) -> Tensor:
-    """float32[n, 4]: the levels of all gradients if `due`, else `previous`."""
+    """float32[n, 4]: the levels of all gradients if `due`, else those of `health`."""
 
-    def complete(target: str, due: Any, levels: Any, previous: Any, *tensors: Any) -> list[Tensor]:
+    def complete(target: str, due: Any, levels: Any, health: Any, *tensors: Any) -> list[Tensor]:
         way = _WAYS[target]
         given = gradients.filled(tensors)
         others = [part for part in given.parts if not plan.is_checked_with_levels(part, way)]
@@ -228,12 +236,13 @@ def _complete(
             true = given._replace(parts=others).true()
             return plan.of_gradients(levels + _levels(plan, true, target))
 
-        if (others and way.branches) or isinstance(due, np.bool_):
+        previous = health[:, : len(LEVELS)]
+        if others and way.branches:
             return [_backend.compute_if(due, all_levels, previous)]
         return [ops.where(due, all_levels(), previous)]
 
     shapes = [(len(plan.sizes), len(LEVELS))]
-    tensors = due, levels, previous, *gradients.tensors
+    tensors = due, levels, health, *gradients.tensors
     return plan.per_target(complete, shapes, [None, None, None, *gradients.of], tensors)[0]
 
 

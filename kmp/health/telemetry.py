@@ -12,11 +12,11 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend import Pieces
-from kmp._backend.types import Due, Tensor, Variable
+from kmp._backend.types import Tensor, Variable
 from kmp._common import whole_number
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, NONFINITE
-from kmp.health.plan import Look, MeasurePlan
+from kmp.health.plan import Cadence, Look, MeasurePlan
 
 COLUMNS = (*LEVELS, "overflow_steps")  # of the last measured step; how many steps overflowed
 OVERFLOW_STEPS = len(LEVELS)
@@ -46,14 +46,10 @@ class Telemetry:
         self.events = add("overflow_events", (NUM_EVENTS, len(EVENT_COLUMNS)))
         self.sampling = add("sampling", (4,), "int32")  # see `due`
 
-    def at_start(self, step: Tensor) -> tuple[tuple[Due, list[Tensor]], Tensor]:
-        """What tells whether the step of this number is measured: `due`, and what that takes.
-
-        With it, float32[rows, 4]: the levels of the last measured step.
-        """
-        variables = [self.sampling, self.events, self.health]
-        *cadence, health = _backend.read(None, variables)
-        return (due, [step, *cadence]), health[:, :OVERFLOW_STEPS]
+    def at_start(self) -> Cadence:
+        """What tells whether a step is to measure, before it writes anything."""
+        sampling, events, health = _backend.read(None, [self.sampling, self.events, self.health])
+        return Cadence(due, [sampling, events], health)
 
     def sample(self, update_freq: Any, and_at: int) -> None:
         """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""

@@ -6,11 +6,11 @@ and `tf.function`, in a custom loop or in `kmp.scaled`.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import keras
+import numpy as np
 from keras import ops
 
 from kmp import _backend
@@ -225,7 +225,8 @@ class DynamicLossScale(_Rule):
             `ScaleState` whose scale is finite and in [`min_scale`, `max_scale`].
         """
         limits = self.growth_interval, self.hysteresis, self.min_scale, self.max_scale
-        return _moved((self.growth_factor, self.backoff_factor), limits, state, finite)
+        move = _moved if _operations(state, finite) is np else _moved_at_once
+        return move((self.growth_factor, self.backoff_factor), limits, state, finite)
 
 
 def get(identifier: Any) -> LossScale:
@@ -261,24 +262,37 @@ def _initial_state(scale: float) -> ScaleState:
     return ScaleState(ops.convert_to_tensor(scale, "float32"), zero, zero)
 
 
+def is_on_host(x: Any) -> bool:
+    """Whether a number of a step has been read by the host."""
+    return isinstance(x, (np.generic, np.ndarray))  # `torch.compile` takes no union of the two
+
+
+def _operations(state: ScaleState, finite: Tensor) -> Any:
+    """The module whose functions move a state: numpy if the host has read it."""
+    return np if isinstance(finite, np.bool_) and is_on_host(state.scale) else ops
+
+
 def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
-    steps, overflows = state.finite_steps + 1, state.overflows + 1
+    xp = _operations(state, finite)
     return ScaleState(
-        scale=ops.convert_to_tensor(state.scale, "float32"),
-        finite_steps=steps * ops.cast(finite, steps.dtype),
-        overflows=overflows * (1 - ops.cast(finite, overflows.dtype)),
+        scale=xp.array(state.scale, "float32"),
+        finite_steps=xp.where(finite, state.finite_steps + 1, 0),
+        overflows=xp.where(finite, 0, state.overflows + 1),
     )
 
 
-@functools.partial(_backend.compiled, static=(0, 1))  # a rule of a user's may not be hashable
 def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> ScaleState:
-    counted, (growth_factor, backoff_factor) = _counted(state, finite), factors
+    xp, counted = _operations(state, finite), _counted(state, finite)
+    growth_factor, backoff_factor = factors
     growth_interval, hysteresis, min_scale, max_scale = limits
     grow, scale = counted.finite_steps >= growth_interval, counted.scale
     # Products, because a Python float in a select would take Keras's floatx.
-    smaller = ops.where(counted.overflows >= hysteresis, scale * backoff_factor, scale)
+    smaller = xp.where(counted.overflows >= hysteresis, scale * backoff_factor, scale)
     return ScaleState(
-        scale=ops.clip(ops.where(grow, scale * growth_factor, smaller), min_scale, max_scale),
-        finite_steps=counted.finite_steps * ops.cast(~grow, counted.finite_steps.dtype),
+        scale=xp.clip(xp.where(grow, scale * growth_factor, smaller), min_scale, max_scale),
+        finite_steps=xp.where(grow, 0, counted.finite_steps),
         overflows=counted.overflows,
     )
+
+
+_moved_at_once = _backend.compiled(_moved, static=(0, 1))  # a rule of a user's may not be hashable

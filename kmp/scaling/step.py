@@ -20,7 +20,14 @@ from kmp.health.plan import Gradients, Kind, Look, MeasurePlan, look, take_sampl
 from kmp.health.telemetry import Telemetry
 from kmp.precision.trees import map_gradients
 from kmp.scaling.inner import DroppedWindow
-from kmp.scaling.rules import LossScale, ScaleState
+from kmp.scaling.rules import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    ScaleState,
+    StaticLossScale,
+    is_on_host,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +105,16 @@ class ScaledStep:
             gradients = Gradients(parts(scaled), before, functools.partial(_divided_parts, rule))
         else:
             gradients = Gradients(parts(true))
-        cadence, levels = self.telemetry.at_start(step) if self.telemetry else (None, None)
+        cadence = self.telemetry.at_start() if self.telemetry else None
         loss_nonfinite = ops.convert_to_tensor(self.counters.loss_nonfinite)
-        seen = look(plan, gradients, loss_nonfinite, cadence, levels)
+        seen = look(plan, gradients, loss_nonfinite, [step, *before], cadence)
         if self.telemetry and measures_details and (not seen.on_host or seen.due_details):
             seen = take_sample(plan, seen, parts(scaled), self._weights())
         applies = seen.finite
         if self.window is not None:
             applies = ops.logical_and(seen.finite, self.window.admits())
         replicas.update_if(applies, self.inner, true, variables)
-        self._record(plan, rule, before, step, seen, applies)
+        self._record(plan, rule, seen, applies)
 
     def forget_scale_of(self, before: ScaleState, nonfinite: Tensor) -> None:
         """Put the scale back, if the last step was skipped for a loss that was `nonfinite`, bool[].
@@ -134,35 +141,28 @@ class ScaledStep:
         held = ((i, x) for i, x in enumerate(rows) if x is not None and sizes[i])
         return [Part(x, (i,), False, is_dense=dense[i]) for i, x in held]
 
-    def _record(
-        self,
-        plan: MeasurePlan,
-        rule: LossScale,
-        before: ScaleState,
-        step: Tensor,
-        seen: Look,
-        applied: Tensor,
-    ) -> None:
+    def _record(self, plan: MeasurePlan, rule: LossScale, seen: Look, applied: Tensor) -> None:
         """Write the next scale, the counters and the measurements."""
-        counters = self.counters
+        counters, (step, *state) = self.counters, seen.numbers
+        before = ScaleState(*state)
         largest = () if seen.max_abs is None else (seen.max_abs,)
-        finite = seen.finite
-        if seen.on_host:  # a rule of a user's may be written in the backend's own operations
-            finite = _backend.constant(finite)
-        after = rule.next(before, finite, *largest)
+        after = _next_state(rule, before, seen.finite, *largest)
         nonfinite = ~(seen.finite | seen.loss_finite)
         if not seen.on_host or nonfinite:
             after = _kept_if(nonfinite, before, after)
         if self.telemetry and (not seen.on_host or seen.due_levels):
             self.telemetry.record(plan, seen, step, before.scale, self._weights)
-        counters.scale.assign(after.scale)
-        counters.finite_steps.assign(after.finite_steps)
-        counters.overflows.assign(after.overflows)
+        _assign(counters.scale, before.scale, after.scale)
+        _assign(counters.finite_steps, before.finite_steps, after.finite_steps)
+        _assign(counters.overflows, before.overflows, after.overflows)
         if self.window is not None or not (seen.on_host and seen.finite):
             counters.skipped_steps.assign_add(ops.cast(ops.logical_not(applied), "int32"))
-        # This is 1, but known only with the verdict. At the end of data of unknown length
-        # TensorFlow's loop runs a step without data, in which a plain 1 would be counted.
-        counters.steps.assign_add(1 if seen.on_host else ops.where(seen.finite, 1, 1))
+        if seen.on_host:
+            counters.steps.assign(step)
+        else:
+            # This is 1, but known only with the verdict. At the end of data of unknown length
+            # TensorFlow's loop runs a step without data, in which a plain 1 would be counted.
+            counters.steps.assign_add(ops.where(seen.finite, 1, 1))
         if not (seen.on_host and seen.loss_finite):
             counters.loss_nonfinite.assign(ops.zeros((), "float32"))
         if self.window is not None:
@@ -170,6 +170,22 @@ class ScaledStep:
 
     def _weights(self) -> list[Tensor]:
         return list(map(ops.convert_to_tensor, self.variables))
+
+
+def _next_state(rule: LossScale, state: ScaleState, finite: Tensor, *max_abs: Tensor) -> ScaleState:
+    """`rule.next`, on the host if that has read the state.
+
+    A rule of a user's, which may be written in the backend's own operations, gets tensors.
+    """
+    if is_on_host(finite) and type(rule) not in (NoOpLossScale, StaticLossScale, DynamicLossScale):
+        state, finite = ScaleState(*map(_backend.constant, state)), _backend.constant(finite)
+    return rule.next(state, finite, *max_abs)
+
+
+def _assign(variable: Variable, before: Tensor, after: Tensor) -> None:
+    """Assign a scalar, unless the host knows that it has not changed."""
+    if not is_on_host(after) or after != before:
+        variable.assign(after)
 
 
 def _kept_if(nonfinite: Tensor, before: ScaleState, after: ScaleState) -> ScaleState:

@@ -76,6 +76,21 @@ def test_random_traces_equal_the_oracle(seed):
     assert (number(states[-1].finite_steps) > 0) <= finite[-1]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_the_host_has_read_is_moved_as_tensors_are(seed):
+    """An eager step moves NumPy's numbers, and gets NumPy's of the same dtypes."""
+    config, finite = random_case(seed)
+    rules = kmp.DynamicLossScale(**config), kmp.StaticLossScale(12.5), kmp.NoOpLossScale()
+    rule = rules[max(0, seed - 17)]
+    state = kmp.ScaleState(*map(np.array, map(ops.convert_to_numpy, rule.init())))
+    for flag, expected in zip(finite, follow(rule, finite), strict=True):
+        state = rule.next(state, np.bool_(flag))
+        for x, y in zip(state, map(ops.convert_to_numpy, expected), strict=True):
+            assert isinstance(x, np.generic | np.ndarray)
+            assert x.dtype == y.dtype and x.shape == ()
+            np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_oracle_without_floor_or_ceiling_in_sight(mode):
     config = {"initial_scale": 2.0**15, "growth_interval": 4, **NO_FLOOR}

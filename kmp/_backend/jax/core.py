@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from keras import ops
 
 from kmp._backend import default
-from kmp._backend.types import Device, DeviceMemory, Due, Gradient, Tensor, Variable
+from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
@@ -31,18 +31,17 @@ def compiled(function: Callable, static: Sequence[int] = ()) -> Callable:
 
 
 def flags(
-    number: Tensor, loss_nonfinite: Tensor, due: Due | None, *tensors: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
+    number: Tensor, loss_nonfinite: Tensor, *others: Tensor
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     # The barrier keeps XLA from copying the reductions of all gradients into each masked update,
     # with which the compile time would grow as the square of the number of variables. The CPU
     # compiler removes it too early, but does not copy a reduction of two results, which `number`
     # comes from. What is not compiled is read by the host in any case, which then acts on it.
-    read = (number, loss_nonfinite, tensors)
+    read = (number, loss_nonfinite, others)
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(read)):
-        number, loss_nonfinite, tensors = jax.device_get(read)
-        return number == 0, loss_nonfinite == 0, due and due(*tensors)
-    finite = jax.lax.optimization_barrier(number) == 0
-    return finite, loss_nonfinite == 0, due and due(*tensors)
+        number, loss_nonfinite, others = jax.device_get(read)
+        return number == 0, loss_nonfinite == 0, others
+    return jax.lax.optimization_barrier(number) == 0, loss_nonfinite == 0, others
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from kmp._backend import default
 from kmp._backend.one_device import OneReplica
 from kmp._backend.tensorflow.distribute import keep_old_values, step_on_replicas
 from kmp._backend.tensorflow.masked import masked_assignments
-from kmp._backend.types import Device, DeviceMemory, Due, Gradient, Tensor, Variable
+from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
 def is_concrete(x: Any) -> bool:
@@ -109,13 +109,13 @@ def are_dense(gradients: Sequence[Gradient]) -> list[bool]:
 
 
 def flags(
-    number: Tensor, loss_nonfinite: Tensor, due: Due | None, *tensors: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
+    number: Tensor, loss_nonfinite: Tensor, *others: Tensor
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     # XLA would copy the reductions of all gradients into each of the selected updates. It does not
     # copy one of two results on CPUs, nor look through a barrier on accelerators.
     if inside_xla():
         (number,) = gen_xla_ops.xla_optimization_barrier([number])
-    return number == 0, loss_nonfinite == 0, due and due(*tensors)
+    return number == 0, loss_nonfinite == 0, others
 
 
 def after(finite: Tensor, sample: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from keras import ops
 
 from kmp._backend import default
 from kmp._backend.one_device import OneReplica
-from kmp._backend.types import Device, DeviceMemory, Due, Tensor, Variable
+from kmp._backend.types import Device, DeviceMemory, Tensor, Variable
 
 
 def matmul_float32(x: Tensor, kernel: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ def _isfinite(x: Tensor) -> Tensor:
 
 
 def flags(
-    number: Tensor, loss_nonfinite: Tensor, due: Due | None, *tensors: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...] | None]:
+    number: Tensor, loss_nonfinite: Tensor, *others: Tensor
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     # With `torch.distributed` initialised, they hold for all processes. All that they are made of
     # comes to the host in one go, the one synchronisation of the step, as in PyTorch's own scaler.
     # In a step that `torch.compile` compiles they stay on the device.
@@ -101,9 +101,9 @@ def flags(
         torch.distributed.all_reduce(totals, op=torch.distributed.ReduceOp.SUM)
         counts = list(totals)
     if torch.compiler.is_compiling():
-        return counts[0] == 0, counts[1] == 0, due and due(*tensors)
-    number, loss_nonfinite, *read = _on_host([*counts, *tensors])
-    return number == 0, loss_nonfinite == 0, due and due(*read)
+        return counts[0] == 0, counts[1] == 0, others
+    number, loss_nonfinite, *read = _on_host([*counts, *others])
+    return number == 0, loss_nonfinite == 0, read
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
