@@ -177,8 +177,9 @@ class LossScaleOptimizer(WrapsInner):
         if not self.built:
             return self.loss_scale.scale(loss, self.loss_scale.init())
         counters = self.scaled_step.counters
+        state = counters.state
         _backend.note_loss(counters.loss_nonfinite, functools.partial(all_finite, loss))
-        return self.loss_scale.scale(loss, counters.state)
+        return self.loss_scale.scale(loss, state)
 
     def apply(
         self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None
@@ -202,7 +203,7 @@ class LossScaleOptimizer(WrapsInner):
         rows = keras_optimizer.rows_of(self, variables)
         arguments.refuse_unknown(variables, rows)
         grads = arguments.checked_gradients(grads, variables)
-        if self.divides_gradients and not (self.scale_was_read or self._warned_of_unscaled_loss):
+        if not (self.scale_was_read or self._warned_of_unscaled_loss) and self.divides_gradients:
             self._warned_of_unscaled_loss = True
             arguments.warn_of_unscaled_loss()
         step = functools.partial(self.scaled_step.run, self.loss_scale, self.measures_details, rows)

@@ -254,6 +254,7 @@ def get(identifier: Any) -> LossScale:
     )
 
 
+ON_HOST = (np.generic, np.ndarray)  # what the host has read (`torch.compile` knows no union type)
 _NAMED: dict[str, Callable[[], LossScale]] = {"dynamic": DynamicLossScale, "none": NoOpLossScale}
 
 
@@ -262,14 +263,9 @@ def _initial_state(scale: float) -> ScaleState:
     return ScaleState(ops.convert_to_tensor(scale, "float32"), zero, zero)
 
 
-def is_on_host(x: Any) -> bool:
-    """Whether a number of a step has been read by the host."""
-    return isinstance(x, (np.generic, np.ndarray))  # `torch.compile` takes no union of the two
-
-
 def _operations(state: ScaleState, finite: Tensor) -> Any:
     """The module whose functions move a state: numpy if the host has read it."""
-    return np if isinstance(finite, np.bool_) and is_on_host(state.scale) else ops
+    return np if isinstance(finite, np.bool_) and isinstance(state.scale, ON_HOST) else ops
 
 
 def _counted(state: ScaleState, finite: Tensor) -> ScaleState:

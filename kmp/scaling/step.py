@@ -21,12 +21,12 @@ from kmp.health.telemetry import Telemetry
 from kmp.precision.trees import map_gradients
 from kmp.scaling.inner import DroppedWindow
 from kmp.scaling.rules import (
+    ON_HOST,
     DynamicLossScale,
     LossScale,
     NoOpLossScale,
     ScaleState,
     StaticLossScale,
-    is_on_host,
 )
 
 
@@ -177,14 +177,15 @@ def _next_state(rule: LossScale, state: ScaleState, finite: Tensor, *max_abs: Te
 
     A rule of a user's, which may be written in the backend's own operations, gets tensors.
     """
-    if is_on_host(finite) and type(rule) not in (NoOpLossScale, StaticLossScale, DynamicLossScale):
+    reads_host = type(rule) in (NoOpLossScale, StaticLossScale, DynamicLossScale)
+    if isinstance(finite, ON_HOST) and not reads_host:
         state, finite = ScaleState(*map(_backend.constant, state)), _backend.constant(finite)
     return rule.next(state, finite, *max_abs)
 
 
 def _assign(variable: Variable, before: Tensor, after: Tensor) -> None:
     """Assign a scalar, unless the host knows that it has not changed."""
-    if not is_on_host(after) or after != before:
+    if not isinstance(after, ON_HOST) or after != before:
         variable.assign(after)
 
 
