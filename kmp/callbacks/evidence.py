@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kmp.callbacks.spoiled import Spoiled
 from kmp.callbacks.standstill import Still, Weight
 from kmp.callbacks.verdict import Limits
 from kmp.health.report import GradientReport, OverflowEvent
@@ -26,6 +27,7 @@ class Evidence:
         silent: the weights whose gradients have been exactly zero for long enough, if they are
             half of all.
         learning_rate: returns that of the variables with some paths; asked if they stand still.
+        spoiled: the layers' and the optimizer's state that a bad batch has spoiled.
         losses: of the epoch, at its end: in training and, if there is one, in validation.
         drops_windows: whether one overflow discards a whole window of gradient accumulation.
     """
@@ -40,6 +42,7 @@ class Evidence:
     still: Still | None = None
     silent: Still | None = None
     learning_rate: Callable[[Sequence[str]], float] = lambda paths: math.nan
+    spoiled: Sequence[Spoiled] = ()
     losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
     drops_windows: bool = False
 

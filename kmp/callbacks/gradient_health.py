@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
-import numpy as np
 
 from kmp._keras import layers_of, own_weights
 from kmp.callbacks import arguments, readings
@@ -20,6 +19,7 @@ from kmp.callbacks.judging import judge
 from kmp.callbacks.order import come_first
 from kmp.callbacks.outlets import Outlets
 from kmp.callbacks.protection import Claim, protect_fit, release
+from kmp.callbacks.spoiled import Spoiled, Variances, lost_state
 from kmp.callbacks.standstill import Silence, Standstill, Weight, networks_of
 from kmp.callbacks.verdict import Limits, Verdict, checked_limits
 from kmp.health.report import GradientReport, read_report
@@ -138,6 +138,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._cadence = Cadence(self._every, step)
         self._alarms = Alarms(self.limits)
         self._past: collections.deque[GradientReport] = collections.deque()
+        self._variances = Variances()
         self._silence = Silence(self._decay)  # a lambda could not be pickled
         self._update_ratios: collections.deque[float] = collections.deque(maxlen=10)
 
@@ -227,11 +228,15 @@ class GradientHealth(keras.callbacks.Callback):
         report = self._read(self._optimizer)
         if report is None or (self.report and self.report.step == report.step):
             return report
-        self.report, weights = report, self._weights()
-        self._ratio = ratio = self._update_ratio(report, weights)
+        layers = layers_of(self._trained)
+        self.report, weights = report, self._weights(layers)
+        self._ratio = ratio = readings.update_ratio(report, weights)
         if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
             self._update_ratios.append(ratio)
-        verdict = self._judge(report, weights, losses or {})
+        spoiled = self._variances.look(self._trained, layers, report.step)
+        if losses is not None:  # of all state only at the end of an epoch: slots are large
+            spoiled = lost_state(self._trained, layers, self._optimizer) or spoiled
+        verdict = self._judge(report, weights, spoiled, losses or {})
         # The verdict is on the whole epoch: one good look takes nothing back.
         if self._worst is None or verdict.code >= self._worst.code:
             self._worst = verdict
@@ -246,6 +251,7 @@ class GradientHealth(keras.callbacks.Callback):
         self,
         report: GradientReport,
         weights: Mapping[str, Weight],
+        spoiled: Sequence[Spoiled],
         losses: Mapping[str, float],
     ) -> Verdict:
         optimizer = self._optimizer
@@ -260,6 +266,7 @@ class GradientHealth(keras.callbacks.Callback):
             still=self._standstill.see(report, weights),
             silent=self._silence.see(report, weights),
             learning_rate=lambda paths: highest_rate(self._synced(), paths),
+            spoiled=spoiled,
             losses=losses,
             drops_windows=optimizer.on_overflow == "drop_window",
         )
@@ -280,20 +287,13 @@ class GradientHealth(keras.callbacks.Callback):
         settled = [past for past in self._past if past.step >= FIRST_STEPS]
         return settled[0] if settled else None
 
-    def _weights(self) -> dict[str, Weight]:
+    def _weights(self, layers: Sequence[keras.Layer]) -> dict[str, Weight]:
         """The trainable variables, by their paths."""
         rarely, found = self._optimizer.moves_rarely, {}
-        for layer in layers_of(self._trained):
+        for layer in layers:
             network = self._networks.get(id(layer), "")
             for v in own_weights(layer):
                 found[v.path] = Weight(
                     layer.path, layer.compute_dtype, v.dtype, len(v.shape) > 1, rarely(v), network
                 )
         return found
-
-    def _update_ratio(self, report: GradientReport, weights: Mapping[str, Weight]) -> float:
-        """The median over the matrices; over all variables if there are none. NaN if unknown."""
-        ratios = report.update_ratio
-        matrices = [x for p, x in ratios.items() if p in weights and weights[p].is_matrix]
-        chosen = matrices or list(ratios.values())
-        return float(np.median(chosen)) if chosen else math.nan

@@ -26,6 +26,7 @@ def judge(evidence: Evidence) -> Verdict:
         _collapsed,
         _stalled,
         _lost,
+        _spoiled,
         _silent,
         _calibrating,
         _unstable,
@@ -48,7 +49,7 @@ def _forward_nan(evidence: Evidence) -> Verdict | None:
         reason = f"`{lost[0]}` of the epoch is {value}, though all gradients are finite"
     else:
         return None
-    if gone := _lost(evidence):
+    if gone := _lost(evidence) or _spoiled(evidence):
         return dataclasses.replace(gone, state="FORWARD-NAN", reason=f"{reason}; {gone.reason}")
     return Verdict(
         "FORWARD-NAN",
@@ -169,6 +170,24 @@ def _lost(evidence: Evidence) -> Verdict | None:
         f"{len(lost)} of {len(norms)} weights hold inf or NaN",
         "No step brings them back: load a checkpoint from before. Gradients that are not finite "
         "are skipped, so look at the learning rate, the optimizer's epsilon and constraints.",
+    )
+
+
+def _spoiled(evidence: Evidence) -> Verdict | None:
+    if not evidence.spoiled:
+        return None
+    first, more = evidence.spoiled[0], len(evidence.spoiled) - 1
+    return Verdict(
+        "UNSTABLE",
+        first.path,
+        f"{first.path.split('/')[-1]} {first.seen}"
+        + (f"; so it is with {more} more" if more else ""),
+        "The model predicts with it, and good batches take very long to wash it out, or never: "
+        "load a checkpoint from before, and look for a batch of another scale. "
+        "kmp.layers.Float32BatchNormalization takes in no statistics that are not finite."
+        if first.of_layer
+        else "The optimizer goes on from it: load a checkpoint from before, or compile the model "
+        "with a new optimizer, and look for a batch of another scale.",
     )
 
 

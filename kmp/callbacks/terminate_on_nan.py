@@ -5,10 +5,12 @@ from typing import Any
 import keras
 
 from kmp._common import warn, whole_number
+from kmp._keras import layers_of
 from kmp.callbacks.cadence import Cadence
 from kmp.callbacks.order import come_first
 from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
 from kmp.callbacks.protection import Claim, protect_fit, release
+from kmp.callbacks.spoiled import lost_state
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 
@@ -19,6 +21,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
 
     ```
     any trainable weight is inf or NaN                      nothing brings it back
+    at the end of an epoch, moving statistics of a          the model predicts with them
+    BatchNormalization are, slots, or averaged weights
     patience steps in a row were skipped                    with kmp's optimizer
     patience losses in a row were inf or NaN                with any optimizer
     ```
@@ -85,6 +89,7 @@ class TerminateOnNaN(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         progress = self._look()
+        self._stop_if(progress, self._reason_at_epoch_end())
         if epoch == 0 and progress.seen_steps == self._seen_steps:
             warn_of_unseen_loss(self)
         if logs is not None and progress.skipped_steps is not None:
@@ -95,12 +100,21 @@ class TerminateOnNaN(keras.callbacks.Callback):
 
     def _look(self) -> Progress:
         progress = read_progress(self._trained, self._trained.trainable_variables)
-        reason = self._reason(progress)
+        self._stop_if(progress, self._reason(progress))
+        return progress
+
+    def _stop_if(self, progress: Progress, reason: str | None) -> None:
         if reason and self.stopped_because is None:
             self.stopped_because = f"Step {progress.step}: {reason}"
             self._trained.stop_training = True
             warn(f"{self.stopped_because} Training stops.")
-        return progress
+
+    def _reason_at_epoch_end(self) -> str | None:
+        lost = lost_state(self._trained, layers_of(self._trained), self._trained.optimizer)
+        if not lost:
+            return None
+        more = f" So it is with {len(lost) - 1} more." if lost[1:] else ""
+        return f"{lost[0].path} {lost[0].seen}.{more} Go back to a checkpoint."
 
     def _reason(self, progress: Progress) -> str | None:
         variables = self._trained.trainable_variables

@@ -55,7 +55,8 @@ class Verdict:
     CALIBRATING  in the first 100 steps: the loss scale is being found, by overflows
     UNDERFLOW    float16 loses gradients at a scale that could be higher
     UNSTABLE     overflows, gradients or updates are far more, or larger, than in sound training;
-                 or weights hold inf or NaN
+                 or weights, moving statistics or the optimizer's own state hold inf or NaN, or
+                 one huge batch has ruined them
     STALLED      the weights stand still, although there are gradients; or all gradients of the
                  weights, biases aside, are exactly zero, or all weights are frozen
     COLLAPSED    gradients overflow although the loss scale cannot sink any more

@@ -16,7 +16,7 @@ from oracle import few
 from tensorboard.backend.event_processing import event_file_loader
 
 import kmp
-from kmp.callbacks import gradient_health
+from kmp.callbacks import gradient_health, readings
 from kmp.health.report import read_report
 
 SPE = [1] if BACKEND == "torch" else [1, 4]
@@ -305,8 +305,8 @@ def test_a_look_walks_through_the_model_once(monkeypatch):
     walks, model = [], linear_model()
     watch = kmp.callbacks.GradientHealth()
     fit(model, [watch])
-    real = watch._update_ratio
-    monkeypatch.setattr(watch, "_update_ratio", lambda *args: walks.append(0) or real(*args))
+    real = readings.update_ratio
+    monkeypatch.setattr(readings, "update_ratio", lambda *args: walks.append(0) or real(*args))
     monkeypatch.setattr(gradient_health, "layers_of", lambda x: walks.append(1) or x.layers)
     watch.report = None
     watch.on_epoch_end(0, {})

@@ -144,8 +144,9 @@ def trained():
     model = keras.Sequential([keras.Input((2,)), *hidden, keras.layers.Dense(1)])
     schedule = keras.optimizers.schedules.ExponentialDecay(1e-3, 10, 0.5)
     model.compile(kmp.scaled("adam", learning_rate=schedule, use_ema=True), "mse")
-    x, y = data(poisoned=[2], poison=OVERFLOW)
+    x, y = data(poisoned=[2], poison=np.nan)
     model.fit(x, y, batch_size=4, verbose=0, callbacks=[kmp.callbacks.TerminateOnNaN()])
+    assert int(model.optimizer.skipped_steps) == 1
     return model, schedule
 
 
