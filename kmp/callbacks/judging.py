@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kmp.callbacks.decayed import decayed
 from kmp.callbacks.evidence import Evidence
 from kmp.callbacks.standstill import Still
 from kmp.callbacks.underflow import underflow
@@ -27,6 +28,7 @@ def judge(evidence: Evidence) -> Verdict:
         _stalled,
         _lost,
         _spoiled,
+        decayed,
         _silent,
         _calibrating,
         _unstable,

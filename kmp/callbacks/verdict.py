@@ -58,7 +58,8 @@ class Verdict:
                  or weights, moving statistics or the optimizer's own state hold inf or NaN, or
                  one huge batch has ruined them
     STALLED      the weights stand still, although there are gradients; or all gradients of the
-                 weights, biases aside, are exactly zero, or all weights are frozen
+                 weights, biases aside, are exactly zero; or all weights are frozen, or half of
+                 them have decayed to nothing
     COLLAPSED    gradients overflow although the loss scale cannot sink any more
     FORWARD-NAN  the loss itself is not finite: no loss scale can help
     ```

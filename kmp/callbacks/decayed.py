@@ -1,0 +1,25 @@
+"""The verdict STALLED where weight decay has taken weights to nothing."""
+
+from kmp.callbacks.evidence import Evidence
+from kmp.callbacks.verdict import Verdict
+
+_NOTHING = 1e-6  # l2 norm of a kernel or an embedding
+
+
+def decayed(evidence: Evidence) -> Verdict | None:
+    """STALLED if half of the weight matrices have norms of next to nothing.
+
+    Where a matrix begins at zero, as an adapter's does, its first update is larger.
+    """
+    weights, norms = evidence.weights, evidence.report.weight_norm
+    matrices = {x: norm for x, norm in norms.items() if x in weights and weights[x].is_matrix}
+    gone = [path for path, norm in matrices.items() if 0 < norm < _NOTHING]
+    if not gone or 2 * len(gone) < len(matrices):
+        return None
+    return Verdict(
+        "STALLED",
+        gone[0],
+        f"{len(gone)} of {len(matrices)} weights, biases aside, have norms below {_NOTHING:g}",
+        "Weight decay or a regularizer has taken them to nothing: lower it. Optimizers multiply "
+        "weight_decay with the learning rate.",
+    )
