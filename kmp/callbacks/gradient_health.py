@@ -33,7 +33,8 @@ class GradientHealth(keras.callbacks.Callback):
     """Watches the gradients of a model that is compiled with `kmp.scaled`.
 
     At each `update_freq`-th training step, and at the end of each epoch, it reads what the
-    compiled step has measured, in one transfer. In between nothing leaves the device, and nothing
+    compiled step has measured, in one transfer, and the moving variances of BatchNormalization, if
+    there is any, in another. In between nothing leaves the device, and nothing
     is missed: overflows and skipped steps are counted inside the step.
 
     The logs of each epoch, and so History, the progress bar, CSVLogger and whatever else reads

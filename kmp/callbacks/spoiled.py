@@ -37,22 +37,15 @@ def lost_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -> lis
     Slots, averaged weights, moving statistics. The inf of another layer's variable may be meant, as
     a mask's is, and does not count; NaN does.
     """
-    owners = {id(v): (layer, v) for layer in layers for v in state_of(layer)}
-    of_layers = [v for _, v in owners.values()]
-    variables = [*of_layers, *inner_optimizer_of(optimizer).variables]
-    variables = [v for v in variables if is_float(v) and 0 not in v.shape]
-    if not variables:
-        return []
-    values, found = _backend.read(model, variables), []
-    flags = ops.convert_to_numpy(_backend.are_finite(values))
-    for v, x, is_finite in zip(variables, values, flags, strict=True):
-        if is_finite:
-            continue
-        layer, _ = owners.get(id(v), (None, v))
+    pairs = [(v, layer) for layer in layers for v in state_of(layer)]
+    pairs += [(v, None) for v in inner_optimizer_of(optimizer).variables]
+    pairs = [(v, layer) for v, layer in pairs if is_float(v) and 0 not in v.shape]
+    values, found = _backend.read(model, [v for v, _ in pairs]), []
+    flags = ops.convert_to_numpy(_backend.are_finite(values)) if values else ()
+    for (v, layer), x, is_finite in zip(pairs, values, flags, strict=True):
         may_hold_inf = layer and not isinstance(layer, keras.layers.BatchNormalization)
-        if not may_hold_inf or bool(ops.any(ops.isnan(x))):
-            seen = "holds inf or NaN, though all weights are finite"
-            found.append(Spoiled(v.path, seen, of_layer=layer is not None))
+        if not is_finite and (not may_hold_inf or bool(ops.any(ops.isnan(x)))):
+            found.append(Spoiled(v.path, "holds inf or NaN", of_layer=layer is not None))
     return found
 
 
@@ -60,7 +53,7 @@ class Variances:
     """The moving variances of batch normalizations, and which have grown too fast between looks."""
 
     def __init__(self):
-        self._sound: dict[int, float] = {}  # the largest of each, by the variables' ids
+        self._sound: dict[tuple[int, str], float] = {}  # the largest, by place and path
 
     def look(self, model: Any, layers: Sequence[keras.Layer], step: int) -> list[Spoiled]:
         """Look after a step of this number. What has grown is compared with before from now on."""
@@ -71,13 +64,13 @@ class Variances:
         values = _backend.read(model, [v for v, _ in pairs])
         found = []
         largest = ops.convert_to_numpy(_maxima(values)).tolist()
-        for (v, epsilon), now in zip(pairs, largest, strict=True):
-            before = self._sound.get(id(v), now)
+        for i, ((v, epsilon), now) in enumerate(zip(pairs, largest, strict=True)):
+            before = self._sound.get((i, v.path), now)
             if now + epsilon > _GROWTH * (before + epsilon):
                 seen = f"has grown from {before:.3g} to {now:.3g} at its largest"
                 found.append(Spoiled(v.path, seen, of_layer=True))
             elif step >= FIRST_STEPS and np.isfinite(now):  # it begins at 1, whatever the data
-                self._sound[id(v)] = now
+                self._sound[i, v.path] = now
         return found
 
 

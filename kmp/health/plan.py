@@ -49,10 +49,10 @@ class Kind(NamedTuple):
     overwrites: bool = False
 
 
-class Cadence(NamedTuple):
-    """What tells a step whether it is to measure."""
+class Due(NamedTuple):
+    """What tells whether a step is due to measure."""
 
-    due: Callable[..., tuple[Tensor, Tensor]]  # levels, and details; given the step's number, and
+    flags: Callable[..., tuple[Tensor, Tensor]]  # levels, and details; given its number, and
     tensors: Sequence[Tensor]
     health: Tensor  # float32[num_variables, 5], whose first columns are the levels measured last
 
@@ -164,7 +164,7 @@ def look(
     gradients: Gradients,
     loss_nonfinite: Tensor,
     numbers: Sequence[Tensor],
-    cadence: Cadence | None,
+    due: Due | None,
 ) -> Look:
     """Look at the gradients of a step: are they all finite, and how large are they?
 
@@ -174,27 +174,27 @@ def look(
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
         numbers: float32 and int32 scalars that the rest of the step takes, beginning with the
             step's number, counted from 1.
-        cadence: from `Telemetry.at_start`; None if nothing is measured.
+        due: from `Telemetry.at_start`; None if nothing is measured.
     """
     nonfinite, levels = _check(plan, gradients)
     # Outside XLA the few steps that overflow ask for the culprit; the others need only a number.
     blamed = measure.blame(nonfinite) if gradients.divide else None
     (number,) = blamed[:1] if blamed else _backend.reduce_columns((nonfinite,), (0,))
-    tensors = cadence.tensors if cadence else ()
+    tensors = due.tensors if due else ()
     finite, loss_finite, read = _backend.flags(number, loss_nonfinite, *numbers, *tensors)
     numbers, tensors = read[: len(numbers)], read[len(numbers) :]
     on_host, largest = isinstance(finite, np.bool_), None
     if plan.max_abs:
         largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
     seen = Look(finite, loss_finite, numbers, nonfinite, blamed, largest, on_host=on_host)
-    if cadence is None:
+    if due is None:
         return seen
-    due_levels, due_details = cadence.due(numbers[0], *tensors)
+    due_levels, due_details = due.flags(numbers[0], *tensors)
     due_levels = due_levels | ~finite  # an overflowing step always measures its levels
     seen = seen._replace(due_levels=due_levels, due_details=due_details)
     if on_host and not due_levels:
         return seen
-    return seen._replace(levels=_complete(plan, gradients, due_levels, levels, cadence.health))
+    return seen._replace(levels=_complete(plan, gradients, due_levels, levels, due.health))
 
 
 def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:

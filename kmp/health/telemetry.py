@@ -16,7 +16,7 @@ from kmp._backend.types import Tensor, Variable
 from kmp._common import whole_number
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, NONFINITE
-from kmp.health.plan import Cadence, Look, MeasurePlan
+from kmp.health.plan import Due, Look, MeasurePlan
 
 COLUMNS = (*LEVELS, "overflow_steps")  # of the last measured step; how many steps overflowed
 OVERFLOW_STEPS = len(LEVELS)
@@ -46,10 +46,10 @@ class Telemetry:
         self.events = add("overflow_events", (NUM_EVENTS, len(EVENT_COLUMNS)))
         self.sampling = add("sampling", (4,), "int32")  # see `due`
 
-    def at_start(self) -> Cadence:
+    def at_start(self) -> Due:
         """What tells whether a step is to measure, before it writes anything."""
         sampling, events, health = _backend.read(None, [self.sampling, self.events, self.health])
-        return Cadence(due, [sampling, events], health)
+        return Due(due, [sampling, events], health)
 
     def sample(self, update_freq: Any, and_at: int) -> None:
         """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""

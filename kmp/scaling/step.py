@@ -105,9 +105,9 @@ class ScaledStep:
             gradients = Gradients(parts(scaled), before, functools.partial(_divided_parts, rule))
         else:
             gradients = Gradients(parts(true))
-        cadence = self.telemetry.at_start() if self.telemetry else None
+        due = self.telemetry.at_start() if self.telemetry else None
         loss_nonfinite = ops.convert_to_tensor(self.counters.loss_nonfinite)
-        seen = look(plan, gradients, loss_nonfinite, [step, *before], cadence)
+        seen = look(plan, gradients, loss_nonfinite, [step, *before], due)
         if self.telemetry and measures_details and (not seen.on_host or seen.due_details):
             seen = take_sample(plan, seen, parts(scaled), self._weights())
         applies = seen.finite

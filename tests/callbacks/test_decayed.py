@@ -5,10 +5,14 @@ import numpy as np
 import pytest
 
 import kmp
+from kmp.callbacks.evidence import Evidence
+from kmp.callbacks.judging import judge
+from kmp.callbacks.standstill import Weight
+from kmp.health.details import BINS, COLUMNS
 
 
 def fit(weight_decay, initializer="glorot_uniform"):
-    """120 steps with labels that are noise."""
+    """Two epochs of 120 steps with labels that are noise."""
     keras.utils.set_random_seed(0)
     second = keras.layers.Dense(8, kernel_initializer=initializer)
     layers = [keras.layers.Dense(8, "tanh"), second, keras.layers.Dense(1)]
@@ -29,6 +33,27 @@ def test_weights_that_have_decayed_to_nothing():
         model, verdict = fit(weight_decay=20.0)
     assert max(np.linalg.norm(layer.get_weights()[0]) for layer in model.layers) < 1e-6
     assert verdict.state == "STALLED" and "Weight decay" in verdict.advice
+
+
+@pytest.mark.parametrize(
+    "norms, state",
+    [
+        ([1e-7, 1.0], "STALLED"),  # half of them
+        ([1e-7, 1.0, 1.0], "HEALTHY"),
+        ([0.0, 0.0, 1.0], "HEALTHY"),  # they began at zero: that is another matter
+        ([1e-5, 1e-5], "HEALTHY"),
+    ],
+)
+def test_half_of_the_matrices_must_have_decayed(norms, state):
+    """Biases do not count."""
+    paths = [f"layer_{i}/kernel" for i in range(len(norms))] + ["layer/bias"]
+    details = np.zeros((len(paths), len(COLUMNS) + BINS), "float32")
+    details[:, COLUMNS.index("weight_norm")] = [*norms, 1e-9]
+    health = np.ones((len(paths), 5), "float32")
+    report = kmp.GradientReport(tuple(paths), health, 1024.0, 200, 0, 0, details=details)
+    weights = {x: Weight(x, "float32", is_matrix="kernel" in x) for x in paths}
+    verdict = judge(Evidence(report, rule=kmp.DynamicLossScale(), weights=weights))
+    assert verdict.state == state, str(verdict)
 
 
 @pytest.mark.parametrize("initializer", ["glorot_uniform", "zeros"])

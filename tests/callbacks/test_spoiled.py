@@ -55,10 +55,16 @@ def ruined(path):
 @pytest.mark.parametrize("spe", SPE)
 def test_moving_statistics_that_one_huge_batch_has_ruined(times, seen, spe):
     """Its gradients are finite, so that its step is applied, and the training loss goes on well."""
-    if BACKEND == "torch" and times == 1e20:
-        pytest.skip("PyTorch's gradient is NaN there, and the step is skipped")
     model = model_of(keras.layers.BatchNormalization(name="norm"))
     model.steps_per_execution = spe
+    if BACKEND == "torch" and times == 1e20:  # whose gradients are NaN there: the step is skipped
+        with pytest.warns(
+            kmp.PrecisionWarning, match="FORWARD-NAN: the loss was not finite in 1 of"
+        ):
+            fit(model, times=times, of=160)
+        assert int(model.optimizer.skipped_steps) == 1
+        assert float(ops.max(model.get_layer("norm").moving_variance)) < 10
+        return
     with ruined("norm/moving_variance"):
         watch = fit(model, times=times, of=160)
     assert int(model.optimizer.skipped_steps) == 0
@@ -76,7 +82,7 @@ def test_statistics_that_are_nan_from_the_start():
     mean.assign(ops.full(mean.shape, np.nan))
     with ruined("norm/moving_mean"):
         watch = fit(model, steps=4)
-    assert watch.verdict.blame == mean.path and "all weights are finite" in watch.verdict.reason
+    assert watch.verdict.blame == mean.path and "holds inf or NaN" in watch.verdict.reason
     with pytest.warns(
         kmp.PrecisionWarning, match="norm/moving_mean: .*moving_mean holds inf or NaN"
     ):
