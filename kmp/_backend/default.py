@@ -155,8 +155,27 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if dtype in ("float32", "float64") else ops.cast(x, "float32")
 
 
-def multiply(gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
-    return [ops.multiply(at_least_float32(x), factor) for x in gradients]
+def multiply(leaves: Sequence[Any], factor: Tensor) -> Sequence[Any]:
+    return [product(x, factor) for x in leaves]
+
+
+def product(x: Any, factor: Tensor) -> Any:
+    """One leaf of `multiply`."""
+    if is_float(x):
+        return ops.multiply(at_least_float32(x), factor)
+    return ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x
+
+
+def is_float(x: Any) -> bool:
+    """Tell whether `x` is a float or a tensor, array or sparse gradient of floats."""
+    if not hasattr(x, "dtype"):
+        return isinstance(x, float)
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype))
+
+
+def is_complex(x: Any) -> bool:
+    """Tell whether `x` is a tensor or array of complex numbers."""
+    return hasattr(x, "dtype") and keras.backend.standardize_dtype(x.dtype).startswith("complex")
 
 
 def are_dense(gradients: Sequence[Gradient]) -> list[bool]:

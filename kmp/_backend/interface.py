@@ -23,7 +23,7 @@ class Backend(Protocol):
         """The first device of this process."""
 
     def device_memory(self) -> DeviceMemory | None:
-        """What the tensors on the first device take; begins a new peak. None if nobody counts."""
+        """Memory in use on the first device; resets its peak. None if the backend cannot tell."""
 
     def inside_xla(self) -> bool:
         """Whether XLA compiles what is being traced."""
@@ -44,10 +44,10 @@ class Backend(Protocol):
         """
 
     def pieces(self, layouts: Sequence[Any]) -> Pieces:
-        """What each device holds of variables, given the layout of each; none if none is split."""
+        """What each device holds of variables with these layouts; `WHOLE` if none is split."""
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
-        """A function as one program of tensors, and of `static` arguments at these places."""
+        """`function` as one program on JAX, itself elsewhere; `static`: places of non-tensors."""
 
     def writes_logs(self, model: Any) -> bool:
         """Whether this process is the one that writes event files for the model."""
@@ -77,8 +77,8 @@ class Backend(Protocol):
     ) -> Gradient:
         """Apply an elementwise function to the numbers of a gradient; sparse stays sparse."""
 
-    def multiply(self, gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
-        """Each gradient, cast to at least float32, times a scalar."""
+    def multiply(self, leaves: Sequence[Any], factor: Tensor) -> Sequence[Any]:
+        """Float leaves, cast to at least float32, and complex ones times a scalar; others as is."""
 
     def are_dense(self, gradients: Sequence[Gradient]) -> list[bool]:
         """Whether each gradient is a tensor, and no `tf.IndexedSlices`."""
@@ -110,12 +110,12 @@ class Backend(Protocol):
             others: float32 and int32 tensors that go with them.
 
         Returns:
-            bool[], gradients finite; bool[], loss finite; the others. NumPy's where the host has
-            read them, all in one transfer, to branch on; tensors while they are traced.
+            bool[] gradients are finite; bool[] the loss is finite; the others. Outside a trace, all
+            are NumPy values, read in one transfer, to branch on; inside a trace, tensors.
         """
 
     def after(self, finite: Tensor, sample: Tensor) -> Tensor:
-        """`finite`, but known only once `sample` is, so that nothing is updated before."""
+        """`finite`, with a dependency on `sample`, so that XLA samples before it updates."""
 
     def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
         """`compute()` if `pred`, else `otherwise`; neither writes anything."""
@@ -140,7 +140,7 @@ class Backend(Protocol):
         """
 
     def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
-        """Remember if a loss is not finite. Not on JAX, nor where replicas have a loss each."""
+        """Record whether a loss is finite. Does nothing on JAX or with several replicas."""
 
     # ---- Keras's training loop -------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Casts, finite checks and selection over nested structures of tensors; names of float dtypes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
@@ -10,6 +10,8 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.default import at_least_float32 as at_least_float32
+from kmp._backend.default import is_complex
+from kmp._backend.default import is_float as is_float
 from kmp._backend.types import DType, Tensor, Tree
 from kmp._keras import with_mask_of
 
@@ -111,18 +113,6 @@ def as_float_dtype(dtype: Any) -> DType:
     return name
 
 
-def is_float(x: Any) -> bool:
-    """Tell whether `x` is a float or a tensor, array or sparse gradient of floats."""
-    if not hasattr(x, "dtype"):
-        return isinstance(x, float)
-    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype))
-
-
-def is_complex(x: Any) -> bool:
-    """Tell whether `x` is a tensor or array of complex numbers."""
-    return hasattr(x, "dtype") and keras.backend.standardize_dtype(x.dtype).startswith("complex")
-
-
 def all_finite(tree: Tree) -> Tensor:
     """Tell whether a structure of tensors is free of inf and NaN.
 
@@ -221,20 +211,3 @@ def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree
         return _backend.map_gradient_values(function, g) if is_float(g) else g
 
     return keras.tree.map_structure(leaf, gradients)
-
-
-def multiply(tree: Tree, factor: Tensor) -> Tree:
-    """Multiply float and complex leaves by a scalar, in at least float32; keep the others."""
-    if isinstance(tree, list) and all(x is None or hasattr(x, "dtype") for x in tree):
-        return _products(tree, factor)  # what a step multiplies, without the work of flattening
-    return keras.tree.pack_sequence_as(tree, _products(keras.tree.flatten(tree), factor))
-
-
-def _products(leaves: Sequence[Any], factor: Tensor) -> list[Any]:
-    def other(x: Any) -> Any:
-        return ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x
-
-    floats = [is_float(x) for x in leaves]
-    pairs = list(zip(leaves, floats, strict=True))
-    products = iter(_backend.multiply([x for x, yes in pairs if yes], factor))
-    return [next(products) if yes else other(x) for x, yes in pairs]

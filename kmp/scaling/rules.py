@@ -16,14 +16,13 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Tensor, Tree
 from kmp._common import check_factors, check_scales, is_number, number, scale_number, whole_number
-from kmp.precision.trees import multiply
 
 
 class ScaleState(NamedTuple):
     """Where a loss scale stands; what `init` returns and `next` takes and returns.
 
     Attributes:
-        scale: float32[], what the loss is multiplied with.
+        scale: float32[], what the loss is multiplied by.
         finite_steps: int32[], finite steps in a row since the scale last moved.
         overflows: int32[], overflows in a row up to now.
 
@@ -53,13 +52,13 @@ class LossScale(Protocol):
         """Return the state before the first step."""
 
     def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
-        """Return the state after a step whose gradients were all `finite`, or not."""
+        """Next state; `finite`: bool[]. With `reads_max_abs = True` it also gets `max_abs`."""
 
     def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
         """Multiply the loss."""
 
     def unscale(self, tree: Tree, state: ScaleState) -> Tree:
-        """Divide the gradients by what the loss was multiplied with."""
+        """Divide the gradients by what the loss was multiplied by."""
 
 
 class _Rule:
@@ -71,14 +70,14 @@ class _Rule:
 
     def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
         """Return `loss * state.scale`, in at least float32 (float16 would end at 65504)."""
-        return multiply([loss], state.scale)[0]
+        return _multiplied([loss], state.scale)[0]
 
     def unscale(self, tree: Tree, state: ScaleState) -> Tree:
         """Return every float leaf times `1 / state.scale`, in at least float32.
 
         XLA computes a product again wherever it is needed; it would keep a quotient in memory.
         """
-        return multiply(tree, ops.reciprocal(state.scale))
+        return _multiplied(tree, ops.reciprocal(state.scale))
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""
@@ -159,18 +158,18 @@ class DynamicLossScale(_Rule):
 
     ```
     finite:    after 2000 finite steps in a row   scale = min(scale * 2, 2**24)
-    overflow:  at the first in a row              scale = max(scale * 0.5, 1)
+    overflow:  at each overflow                   scale = max(scale * 0.5, 1)
     ```
 
     Args:
         initial_scale: float in [`min_scale`, `max_scale`].
-        growth_factor: float > 1, what the scale is multiplied with when it grows.
-        backoff_factor: float in (0, 1), what it is multiplied with when it backs off.
+        growth_factor: float > 1, what the scale is multiplied by when it grows.
+        backoff_factor: float in (0, 1), what it is multiplied by when it backs off.
         growth_interval: int >= 1, finite steps in a row before the scale grows.
         min_scale: float > 0. Some models need less than 1.
         max_scale: float.
-        hysteresis: int >= 1: the scale backs off at this many overflows in a row, and at each
-            further one until a finite step.
+        hysteresis: int >= 1, overflows in a row before the scale backs off; every further one in
+            the row lowers it again.
 
     Raises:
         ValueError: if an argument is out of its range.
@@ -263,8 +262,15 @@ def _initial_state(scale: float) -> ScaleState:
     return ScaleState(ops.convert_to_tensor(scale, "float32"), zero, zero)
 
 
+def _multiplied(tree: Tree, factor: Tensor) -> Tree:
+    if isinstance(tree, list) and all(x is None or hasattr(x, "dtype") for x in tree):
+        return _backend.multiply(tree, factor)  # what a step multiplies needs no flattening
+    products = _backend.multiply(keras.tree.flatten(tree), factor)
+    return keras.tree.pack_sequence_as(tree, products)
+
+
 def _operations(state: ScaleState, finite: Tensor) -> Any:
-    """The module whose functions move a state: numpy if the host has read it."""
+    """`numpy` if the state has been read to the host, else `keras.ops`."""
     return np if isinstance(finite, np.bool_) and isinstance(state.scale, ON_HOST) else ops
 
 

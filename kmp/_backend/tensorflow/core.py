@@ -99,9 +99,9 @@ def _with_values(gradient: Gradient, values: Tensor) -> Gradient:
     return values
 
 
-def multiply(gradients: Sequence[Gradient], factor: Tensor) -> Sequence[Gradient]:
-    products = default.multiply([gradient_values(x) for x in gradients], factor)
-    return [_with_values(x, product) for x, product in zip(gradients, products, strict=True)]
+def multiply(leaves: Sequence[Any], factor: Tensor) -> Sequence[Any]:
+    products = default.multiply([gradient_values(x) for x in leaves], factor)
+    return [_with_values(x, product) for x, product in zip(leaves, products, strict=True)]
 
 
 def are_dense(gradients: Sequence[Gradient]) -> list[bool]:

@@ -48,14 +48,17 @@ def hash_bits(x: Tensor) -> Tensor:
     return x
 
 
-def multiply(gradients: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
+def multiply(leaves: Sequence[Any], factor: Tensor) -> Sequence[Any]:
     # On GPUs in a kernel for many. (Keras's conversions take longer than the product.)
     factor = ops.convert_to_tensor(factor)
-    tensors = [_at_least_float32(x).to(factor.device) for x in gradients]
+    floats = [default.is_float(x) for x in leaves]
+    pairs = list(zip(leaves, floats, strict=True))
+    tensors = [_at_least_float32(x).to(factor.device) for x, is_float in pairs if is_float]
     # torch.func's transformations, of which vmap gives gradients by example, know no foreach.
-    if not tensors or torch._C._are_functorch_transforms_active():
-        return [x * factor for x in tensors]
-    return torch._foreach_mul(tensors, factor)
+    at_once = tensors and not torch._C._are_functorch_transforms_active()
+    found = torch._foreach_mul(tensors, factor) if at_once else [x * factor for x in tensors]
+    products = iter(found)
+    return [next(products) if is_float else default.product(x, factor) for x, is_float in pairs]
 
 
 def _at_least_float32(x: Any) -> Tensor:
