@@ -19,7 +19,7 @@ from kmp.callbacks.judging import judge
 from kmp.callbacks.order import come_first
 from kmp.callbacks.outlets import Outlets
 from kmp.callbacks.protection import Claim, protect_fit, release
-from kmp.callbacks.spoiled import Spoiled, Variances, lost_state
+from kmp.callbacks.spoiled import Spoilage, Spoiled
 from kmp.callbacks.standstill import Silence, Standstill, Weight, networks_of
 from kmp.callbacks.verdict import Limits, Verdict, checked_limits
 from kmp.health.report import GradientReport, read_report
@@ -33,21 +33,20 @@ class GradientHealth(keras.callbacks.Callback):
     """Watches the gradients of a model that is compiled with `kmp.scaled`.
 
     At each `update_freq`-th training step, and at the end of each epoch, it reads what the
-    compiled step has measured, in one transfer, and the moving variances of BatchNormalization, if
-    there is any, in another. In between nothing leaves the device, and nothing
-    is missed: overflows and skipped steps are counted inside the step.
+    compiled step has measured, in one transfer, and the moving variances of BatchNormalization in
+    another. At an epoch's end it also checks all state for inf and NaN. In between nothing leaves
+    the device; overflows and skipped steps are counted inside the step, so none is missed.
 
-    The logs of each epoch, and so History, the progress bar, CSVLogger and whatever else reads
-    them, wherever it stands in the list of callbacks, gain the first four of these keys, and of the
-    others those that `logs` names:
+    It adds the first four of these keys to the logs of each epoch, and the others that `logs`
+    names. History, the progress bar, CSVLogger and other callbacks see them, in any order in the
+    list of callbacks:
 
     ```
     loss_scale       the scale of the next step
     skipped_steps    steps skipped since training began
     grad_norm        l2 norm of the last step's gradient over all variables, in true units
-    verdict          the worst state of this epoch, which prints as its name and counts as its
-                     number: 0 HEALTHY, 1 CALIBRATING, 2 UNDERFLOW, 3 UNSTABLE, 4 STALLED,
-                     5 COLLAPSED, 6 FORWARD-NAN
+    verdict          the worst state of this epoch: a float that prints as its name; 0 HEALTHY,
+                     1 CALIBRATING, 2 UNDERFLOW, 3 UNSTABLE, 4 STALLED, 5 COLLAPSED, 6 FORWARD-NAN
     headroom_bits    how often the scale could double before that gradient leaves float16
     degraded_share   share of its non-zero values that have fewer bits in float16, at that scale
     lost_share       share of them that would be zero in float16
@@ -59,10 +58,10 @@ class GradientHealth(keras.callbacks.Callback):
     When `fit` ends, the model and the optimizer are as they were.
 
     Args:
-        log_dir: directory for TensorBoard's event files, or None for none. Needs no TensorFlow. The
-            logs of each epoch and the learning rate go into the runs `train` and `validation` in
-            it, as keras.callbacks.TensorBoard names them (unless that writes there too), and all
-            else into the run that the directory itself is.
+        log_dir: directory for TensorBoard's event files; None writes none. Needs no TensorFlow.
+            Epoch logs and the learning rate go to its subdirectories `train` and `validation`, as
+            with keras.callbacks.TensorBoard (unless that callback writes there too); the rest goes
+            to the directory itself.
         update_freq: training steps between two looks, an int >= 1, whatever `steps_per_execution`
             is; or `"batch"`, after each step, or `"epoch"`, at the end of each epoch alone.
         logs: list of names from the second half of the table, or `"all"`.
@@ -70,9 +69,9 @@ class GradientHealth(keras.callbacks.Callback):
             keys are those of the table, `step`, `consecutive_skips`, `grad_max_abs`, and for each
             variable `grad_norm/<path>`, `overflow_steps/<path>` and `update_ratio/<path>`; what was
             not measured is left out. The values are Python's own numbers, `verdict` is a str.
-        verbose: 1 prints the verdict at the end of an epoch if it is another one than before; 0
-            prints nothing. Warnings come with both.
-        limits: `kmp.callbacks.Limits`, where the verdict and the warnings turn.
+        verbose: 1 prints the verdict at the end of an epoch if it has changed; 0 prints nothing.
+            Warnings are given with both.
+        limits: `kmp.callbacks.Limits`, the thresholds of the verdict and the warnings.
         optimizer: the `kmp.LossScaleOptimizer` to watch, for a model that steps several, as a GAN
             does. By default the one that the model is compiled with.
         prefix: str, put before the keys in the logs, to tell several watched optimizers apart.
@@ -117,9 +116,8 @@ class GradientHealth(keras.callbacks.Callback):
         prefix: str = "",
     ):
         super().__init__()
-        self.log_dir, self.prefix = log_dir, prefix
+        self.log_dir, self.prefix, self.update_freq = log_dir, prefix, update_freq
         self.limits = checked_limits(limits)
-        self.update_freq = update_freq
         self._every = checked_update_freq(update_freq, "GradientHealth")  # steps
         self.logs = arguments.checked_logs(logs)
         self.on_report = arguments.checked_on_report(on_report)
@@ -137,9 +135,8 @@ class GradientHealth(keras.callbacks.Callback):
         self._told = ""  # the state that was printed last
         self._optimizer = optimizer
         self._cadence = Cadence(self._every, step)
-        self._alarms = Alarms(self.limits)
+        self._alarms, self._spoilage = Alarms(self.limits), Spoilage()
         self._past: collections.deque[GradientReport] = collections.deque()
-        self._variances = Variances()
         self._silence = Silence(self._decay)  # a lambda could not be pickled
         self._update_ratios: collections.deque[float] = collections.deque(maxlen=10)
 
@@ -193,7 +190,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._worst: Verdict | None = None
         self._synced()
         if self._optimizer.built:
-            # Where nobody knows how many: as many as in the epoch before, in the first the first.
+            # If Keras does not know: as in the epoch before; in the first epoch, one step.
             steps = (self.params or {}).get("steps") or self._epoch_steps
             last = self._cadence.epoch_start + steps
             self._optimizer.sample_gradients(self._often, and_at=last)
@@ -234,9 +231,9 @@ class GradientHealth(keras.callbacks.Callback):
         self._ratio = ratio = readings.update_ratio(report, weights)
         if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
             self._update_ratios.append(ratio)
-        spoiled = self._variances.look(self._trained, layers, report.step)
-        if losses is not None:  # of all state only at the end of an epoch: slots are large
-            spoiled = lost_state(self._trained, layers, self._optimizer) or spoiled
+        spoiled = self._spoilage.look(
+            self._trained, layers, self._optimizer, report, weights, self._rate, losses is not None
+        )
         verdict = self._judge(report, weights, spoiled, losses or {})
         # The verdict is on the whole epoch: one good look takes nothing back.
         if self._worst is None or verdict.code >= self._worst.code:
@@ -266,7 +263,7 @@ class GradientHealth(keras.callbacks.Callback):
             update_ratios=list(self._update_ratios),
             still=self._standstill.see(report, weights),
             silent=self._silence.see(report, weights),
-            learning_rate=lambda paths: highest_rate(self._synced(), paths),
+            learning_rate=self._rate,
             spoiled=spoiled,
             losses=losses,
             drops_windows=optimizer.on_overflow == "drop_window",
@@ -278,11 +275,14 @@ class GradientHealth(keras.callbacks.Callback):
         _ = self.model
         return self._optimizer
 
+    def _rate(self, paths: Sequence[str]) -> float:
+        return highest_rate(self._synced(), paths)
+
     def _decay(self) -> float:
         return weight_decay(self._synced())
 
     def _settled(self, report: GradientReport) -> GradientReport | None:
-        """The report since which overflows are no longer how the scale is found."""
+        """The first report of the window in which the scale is no longer being calibrated."""
         while len(self._past) > 1 and self._past[1].step <= report.step - _WINDOW:
             self._past.popleft()
         settled = [past for past in self._past if past.step >= FIRST_STEPS]

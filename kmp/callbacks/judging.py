@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from kmp.callbacks.collapsed import collapsed
 from kmp.callbacks.decayed import decayed
 from kmp.callbacks.evidence import Evidence
 from kmp.callbacks.standstill import Still
 from kmp.callbacks.underflow import underflow
 from kmp.callbacks.verdict import Verdict
 from kmp.health.telemetry import FIRST_STEPS, NUM_EVENTS
-from kmp.precision.trees import HALF_DTYPES
-from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
+from kmp.scaling.rules import DynamicLossScale
 
 _NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
 _FELT = 1e-6  # share of a weight that float32 does not round away
@@ -22,9 +22,9 @@ _SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round a
 
 def judge(evidence: Evidence) -> Verdict:
     """Judge the steps since the last epoch's end."""
-    rules = (
+    checks = (
         _forward_nan,
-        _collapsed,
+        collapsed,
         _stalled,
         _lost,
         _spoiled,
@@ -35,7 +35,7 @@ def judge(evidence: Evidence) -> Verdict:
         underflow,
         _healthy,
     )
-    return next(verdict for rule in rules if (verdict := rule(evidence)) is not None)
+    return next(verdict for check in checks if (verdict := check(evidence)) is not None)
 
 
 def _forward_nan(evidence: Evidence) -> Verdict | None:
@@ -63,35 +63,6 @@ def _forward_nan(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _collapsed(evidence: Evidence) -> Verdict | None:
-    report, rule = evidence.report, evidence.rule
-    is_dynamic = isinstance(rule, DynamicLossScale)
-    is_fixed = isinstance(rule, StaticLossScale | NoOpLossScale)
-    if is_dynamic:
-        exhausted = report.consecutive_skips >= 2 and report.loss_scale <= rule.min_scale
-    else:
-        enough = 10
-        if is_fixed:  # nothing searches for a scale, so an epoch is enough
-            enough = min(enough, max(2, evidence.steps))
-        exhausted = report.consecutive_skips >= enough
-    if not (evidence.events and exhausted):
-        return None
-    blamed = evidence.events[0].first_variable
-    weight = evidence.weights.get(blamed)
-    advice = "keep that layer in float32, or rescale its inputs"
-    if weight and weight.compute_dtype not in HALF_DTYPES:
-        advice = "that layer is in float32 already. Ask kmp.debug.locate_nonfinite for the cause"
-    return Verdict(
-        "COLLAPSED",
-        blamed,
-        f"{report.consecutive_skips} steps in a row overflowed at a loss scale of "
-        f"{report.loss_scale:g}"
-        + (", its floor" if is_dynamic else ", which is fixed" if is_fixed else ""),
-        f"The scale is not to blame any more: {advice}"
-        + ("; min_scale may be lowered." if is_dynamic else "."),
-    )
-
-
 def _stalled(evidence: Evidence) -> Verdict | None:
     report, still = evidence.report, evidence.still
     if not report.paths:
@@ -99,7 +70,7 @@ def _stalled(evidence: Evidence) -> Verdict | None:
             "STALLED",
             "",
             "the optimizer has no weight to train: all were frozen when it was built",
-            "Set layer.trainable = True for some of them, and compile the model anew.",
+            "Set layer.trainable = True for some of them, and compile the model again.",
         )
     if report.step and not report.loss_is_scaled:
         return Verdict(
@@ -182,8 +153,7 @@ def _spoiled(evidence: Evidence) -> Verdict | None:
     return Verdict(
         "UNSTABLE",
         first.path,
-        f"{first.path.split('/')[-1]} {first.seen}"
-        + (f"; so it is with {more} more" if more else ""),
+        first.reason + (f"; {more} more variables are affected" if more else ""),
         "The model predicts with it, and good batches take very long to wash it out, or never: "
         "load a checkpoint from before, and look for a batch of another scale. "
         "kmp.layers.Float32BatchNormalization takes in no statistics that are not finite."
@@ -254,8 +224,8 @@ def _overflows_often(evidence: Evidence) -> Verdict | None:
     return Verdict(
         "UNSTABLE",
         next(iter(report.overflowed), ""),
-        f"{skips} of the last {steps} steps overflowed, where about {expected * steps:.2g} "
-        "are the scale's own",
+        f"{skips} of the last {steps} steps overflowed; the growth of the scale explains about "
+        f"{expected * steps:.2g}",
         "Lower the learning rate, clip with global_clipnorm=1.0, or keep that layer in float32.",
     )
 

@@ -1,10 +1,10 @@
-"""What training goes on from beside the weights, and whether a bad batch has spoiled it.
+"""Find state other than weights that a bad batch has ruined: slots, moving statistics.
 
-A batch that is finite and huge has finite gradients, and its step is applied. It can leave inf in a
-moving variance or in a slot for ever, or a number that thousands of good batches do not wash out.
+A huge but finite batch can have finite gradients, so its step is applied. It can leave a moving
+variance or a slot at inf for good, or at a value that thousands of good batches cannot correct.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -15,6 +15,9 @@ from kmp import _backend
 from kmp._backend.types import Tensor
 from kmp._keras.optimizer import inner_optimizer_of
 from kmp._keras.training import state_of
+from kmp.callbacks.pace import Pace
+from kmp.callbacks.standstill import Weight
+from kmp.health.report import GradientReport
 from kmp.health.telemetry import FIRST_STEPS
 from kmp.precision.trees import is_float
 
@@ -24,18 +27,55 @@ _GROWTH = 1e4
 
 
 class Spoiled(NamedTuple):
-    """A variable that nothing trains, and what is wrong with it."""
+    """A ruined variable other than a weight, and what is wrong with it."""
 
     path: str
-    seen: str
+    reason: str
     of_layer: bool  # whether it is a layer's, not the optimizer's
+
+
+class Spoilage:
+    """Looks for spoiled state in the course of a run."""
+
+    def __init__(self):
+        self._variances, self._pace = Variances(), Pace()
+
+    def look(
+        self,
+        model: Any,
+        layers: Sequence[keras.Layer],
+        optimizer: Any,
+        report: GradientReport,
+        weights: Mapping[str, Weight],
+        rate: Callable[[Sequence[str]], float],
+        at_epoch_end: bool,
+    ) -> list[Spoiled]:
+        """Look after a step: at the moving variances, and at the end of an epoch at all state.
+
+        Args:
+            model: the one that trains.
+            layers: all of its layers.
+            optimizer: `kmp.LossScaleOptimizer`.
+            report: what its steps have measured.
+            weights: the trainable variables by their paths.
+            rate: returns the learning rate of the variables with some paths.
+            at_epoch_end: whether an epoch ends. Slots are too large to be read more often.
+        """
+        found = self._variances.look(model, layers, report.step)
+        if at_epoch_end:
+            found = lost_state(model, layers, optimizer) or found
+        is_first = report.step > FIRST_STEPS and not self._pace.is_known
+        if (at_epoch_end or is_first) and not found and report.details is not None:
+            slow = self._pace.see(report, weights, rate(report.paths))
+            found = [Spoiled(*slow, of_layer=False)] if slow else []
+        return found
 
 
 def lost_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -> list[Spoiled]:
     """The state of the layers, and of the optimizer, that is not finite.
 
-    Slots, averaged weights, moving statistics. The inf of another layer's variable may be meant, as
-    a mask's is, and does not count; NaN does.
+    That is slots, averaged weights and moving statistics. In layers other than BatchNormalization
+    inf may be intended, as in a mask: there only NaN counts.
     """
     pairs = [(v, layer) for layer in layers for v in state_of(layer)]
     pairs += [(v, None) for v in inner_optimizer_of(optimizer).variables]
@@ -45,7 +85,8 @@ def lost_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -> lis
     for (v, layer), x, is_finite in zip(pairs, values, flags, strict=True):
         may_hold_inf = layer and not isinstance(layer, keras.layers.BatchNormalization)
         if not is_finite and (not may_hold_inf or bool(ops.any(ops.isnan(x)))):
-            found.append(Spoiled(v.path, "holds inf or NaN", of_layer=layer is not None))
+            reason = f"{_name(v)} holds inf or NaN"
+            found.append(Spoiled(v.path, reason, of_layer=layer is not None))
     return found
 
 
@@ -56,7 +97,7 @@ class Variances:
         self._sound: dict[tuple[int, str], float] = {}  # the largest, by place and path
 
     def look(self, model: Any, layers: Sequence[keras.Layer], step: int) -> list[Spoiled]:
-        """Look after a step of this number. What has grown is compared with before from now on."""
+        """Compare with the last sound values. A variance that has grown keeps its old reference."""
         norms = (x for x in layers if isinstance(x, keras.layers.BatchNormalization))
         pairs = [(layer.moving_variance, layer.epsilon) for layer in norms if layer.built]
         if not pairs:
@@ -67,8 +108,8 @@ class Variances:
         for i, ((v, epsilon), now) in enumerate(zip(pairs, largest, strict=True)):
             before = self._sound.get((i, v.path), now)
             if now + epsilon > _GROWTH * (before + epsilon):
-                seen = f"has grown from {before:.3g} to {now:.3g} at its largest"
-                found.append(Spoiled(v.path, seen, of_layer=True))
+                reason = f"{_name(v)} has grown from {before:.3g} to {now:.3g} at its largest"
+                found.append(Spoiled(v.path, reason, of_layer=True))
             elif step >= FIRST_STEPS and np.isfinite(now):  # it begins at 1, whatever the data
                 self._sound[i, v.path] = now
         return found
@@ -77,3 +118,7 @@ class Variances:
 @_backend.compiled
 def _maxima(values: Sequence[Tensor]) -> Tensor:
     return ops.stack([ops.cast(ops.max(x), "float32") for x in values])
+
+
+def _name(variable: Any) -> str:
+    return variable.path.split("/")[-1]

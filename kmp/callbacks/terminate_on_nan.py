@@ -15,14 +15,13 @@ from kmp.scaling.optimizer import LossScaleOptimizer
 
 
 class TerminateOnNaN(keras.callbacks.Callback):
-    """Stops a run that is dead, and none that merely skipped a step.
+    """Stops a dead run, but not one that has merely skipped a step.
 
     At each `update_freq`-th training step of an epoch and at its end it looks, and stops if
 
     ```
-    any trainable weight is inf or NaN                      nothing brings it back
-    at the end of an epoch, moving statistics of a          the model predicts with them
-    BatchNormalization are, slots, or averaged weights
+    any trainable weight is inf or NaN                      no later step can repair it
+    moving statistics, slots or averaged weights are        checked at the end of an epoch
     patience steps in a row were skipped                    with kmp's optimizer
     patience losses in a row were inf or NaN                with any optimizer
     ```
@@ -34,8 +33,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
         patience: int >= 1, skipped steps, or losses that are not finite, in a row. The default is
             more than the 24 steps that it takes a loss scale to fall from its ceiling of 2**24 to
             its floor of 1; with a floor below 1 take one more for each halving.
-        update_freq: int >= 1, training steps between two looks, whatever `steps_per_execution` is.
-            Both are counted in every step, also between looks.
+        update_freq: int >= 1, training steps between two checks, whatever `steps_per_execution` is.
+            Skipped steps and losses are counted in every step, also between checks.
 
     Attributes:
         stopped_because: str, why training was stopped; None if it was not.
@@ -45,8 +44,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
 
     Warns:
         kmp.PrecisionWarning: when it stops a run, with step, counts and the paths of the weights;
-            and after the first epoch if the model's own `train_step` or `metrics` keeps the loss
-            from it.
+            and after the first epoch if a custom `train_step` or `metrics` hides the loss from this
+            callback.
 
     Example:
 
@@ -113,8 +112,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
         lost = lost_state(self._trained, layers_of(self._trained), self._trained.optimizer)
         if not lost:
             return None
-        more = f" So it is with {len(lost) - 1} more." if lost[1:] else ""
-        return f"{lost[0].path} {lost[0].seen}.{more} Go back to a checkpoint."
+        more = f" {len(lost) - 1} more variables are affected." if lost[1:] else ""
+        return f"{lost[0].path} holds inf or NaN.{more} Go back to a checkpoint."
 
     def _reason(self, progress: Progress) -> str | None:
         variables = self._trained.trainable_variables
@@ -138,7 +137,7 @@ class TerminateOnNaN(keras.callbacks.Callback):
         advice = (
             "so that no loss scale can help: look at the data and the layers."
             if losses >= self.patience
-            else "although the loss is finite: look at the loss scale and its floor."
+            else "and no loss scale was found: check the scale's minimum and the gradients."
         )
         return (
             f"{skips} steps in a row were skipped and {losses} losses in a row were not finite "

@@ -1,0 +1,67 @@
+"""Whether weights move far less than before, though gradients and learning rate have not fallen.
+
+Optimizers such as Adam divide by the size of past gradients. One batch with finite but huge
+gradients stays in that size for thousands of steps, in which the weights hardly move.
+"""
+
+import collections
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from kmp.callbacks.standstill import Weight
+from kmp.health.report import GradientReport
+
+_FALL = 30.0  # times; noise in the gradients makes Adam's updates 10 times smaller
+_AS_LARGE = 1 / 3  # share of the gradient's norm before from which it counts as no smaller
+_FELT = 1e-6  # share of the weights below which their own rounding shrinks an update
+_COMPARED = 3  # epochs: over many, Adagrad slows down by its design
+
+
+class _Point(NamedTuple):
+    step: int
+    pace: float  # median norm of the updates, at a learning rate of 1
+    grad_norm: float
+
+
+class Pace:
+    """Compares how far a step moves the weights with the last epochs."""
+
+    def __init__(self):
+        self._sound: collections.deque[_Point] = collections.deque(maxlen=_COMPARED)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is anything to compare with."""
+        return bool(self._sound)
+
+    def see(
+        self, report: GradientReport, weights: Mapping[str, Weight], rate: float
+    ) -> tuple[str, str] | None:
+        """Take in a report and the learning rate.
+
+        Returns:
+            If the weights move far less than before, the path of the variable that moves least, and
+            what was seen. Such a report is not compared with later.
+        """
+        ratios = {x: r for x, r in report.update_ratio.items() if x in weights}
+        ratios = {x: r for x, r in ratios.items() if weights[x].is_matrix} or ratios
+        if not (ratios and rate):
+            return None  # after a skipped step, for one
+        norms = report.weight_norm
+        update = float(np.median([10**r * norms[x] for x, r in ratios.items()]))
+        now = _Point(report.step, update / rate, report.grad_norm)
+        falls = [
+            (before.pace / now.pace, before.step)
+            for before in self._sound
+            if now.grad_norm >= _AS_LARGE * before.grad_norm
+        ]
+        fall, step = max(falls, default=(0.0, 0))
+        largest = float(np.median(list(ratios.values()))) + math.log10(max(fall, 1.0))
+        if fall > _FALL and 10**largest > _FELT:
+            reason = f"updates are {fall:.0f} times smaller than after step {step}"
+            return min(ratios, key=lambda x: ratios[x]), reason
+        self._sound.append(now)
+        return None
