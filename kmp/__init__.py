@@ -15,7 +15,7 @@ def _is_the_command() -> bool:
     return bool(sys.argv) and PurePath(sys.argv[0]).stem == "kmp"
 
 
-# `kmp --help` answers without importing Keras. A command loads this file a second time.
+# `kmp --help` runs without importing Keras; other commands reload this module to get the names.
 if TYPE_CHECKING or "__all__" in globals() or not _is_the_command():
     globals().pop("__getattr__", None)
     from kmp import callbacks, debug, layers
@@ -46,7 +46,7 @@ if TYPE_CHECKING or "__all__" in globals() or not _is_the_command():
         scaled,
         select_tree,
     )
-else:  # in a process that a command starts, which does not run its `main`
+else:  # in the `kmp` command, or a subprocess of it: import the names at first use
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:

@@ -90,7 +90,7 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
         model: `keras.Model`; inside `fit` on JAX what the property `model` of a callback returns,
             which takes the state out of the loop.
         snapshot: what `take_snapshot` returned for it.
-        lr_factor: what the present learning rate is multiplied with.
+        lr_factor: what the present learning rate is multiplied by.
 
     Returns:
         What changed beside the state, in words.

@@ -35,7 +35,7 @@ class NonfiniteReport:
         outputs: statistics of what came out, the first that is not finite.
         variables: paths of the variables whose gradients, or regularizers, are not finite.
         cause: what is known about why, in words.
-        loss_scale: what the loss was multiplied with; None if only the forward pass was run.
+        loss_scale: what the loss was multiplied by; None if only the forward pass was run.
 
     Example:
 
@@ -215,7 +215,7 @@ def _cause(
         return ""
     if blame.phase == "loss":
         if blame.owner:
-            return "the loss is not finite whatever it is multiplied with: no loss scale can help"
+            return "the loss is not finite whatever it is multiplied by: no loss scale can help"
         if blame.after or blame.before:
             return "the loss is computed in float32, so not a matter of half precision"
         if blame.scaled:

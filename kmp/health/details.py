@@ -43,7 +43,7 @@ class Cut(NamedTuple):
 def cut(shape: Sequence[int], piece: Sequence[int] | None = None) -> Cut:
     """Choose strides that leave at most `SAMPLE_SIZE` values, but more than an eighth of that.
 
-    Strides are odd: a stride of 64 over 512 columns would only ever see eight columns.
+    Strides are odd, so they do not fall in step with powers of two, such as heads of 64 columns.
 
     Args:
         shape: of the variable.

@@ -196,7 +196,7 @@ def _table(columns: Columns) -> Tensor:
 
 @_backend.compiled
 def _levels(sums: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
-    # Squares in the place of the norm, and what is not zero in the place of the share that is.
+    # `sums` has the sum of squares at L2_NORM, and the number of non-zeros at ZERO_SHARE.
     squares, nonzero, nonfinite = (sums[:, i] for i in (L2_NORM, ZERO_SHARE, NONFINITE))
     zero_share = (whole - nonzero) / ops.maximum(whole, 1.0)
     return ops.stack([ops.sqrt(squares), largest[:, MAX_ABS], zero_share, nonfinite], axis=1)
@@ -221,7 +221,7 @@ def _look_at_levels(values: Tensor) -> Columns:
 def find_nonfinite(
     parts: Sequence[Part], number: int, *, together: bool = False, pieces: Pieces = WHOLE
 ) -> Tensor:
-    """float32[number], above 0 for gradients that hold inf or NaN, 0 where there is none."""
+    """float32[number]: above 0 for gradients with inf or NaN, 0 for sound or missing ones."""
     if not parts:
         return ops.zeros((number,), "float32")
     if not _backend.inside_xla():

@@ -24,7 +24,7 @@ from kmp.health.measure import LEVELS, Part, gather
 class _Way(NamedTuple):
     """How a target measures gradients."""
 
-    # Whether every step measures levels in the pass that looks for inf and NaN: small, large ones.
+    # (small, large gradients): whether the pass that checks for inf and NaN also measures levels.
     with_the_check: tuple[bool, bool]
     together: bool  # whether large gradients of one shape are reduced as a stack
     branches: bool  # whether to use conditionals. They save work, but stall an accelerator
@@ -45,14 +45,14 @@ class Kind(NamedTuple):
     """How the gradient of a variable is unscaled."""
 
     dtype: str | None = None  # what it is cast to afterwards, if anything
-    # Whether it is the variable's next value, as for float8's scales, which is never scaled.
+    # Whether the "gradient" is the variable's next value (float8 scales) and must not be divided.
     overwrites: bool = False
 
 
 class Due(NamedTuple):
     """What tells whether a step is due to measure."""
 
-    flags: Callable[..., tuple[Tensor, Tensor]]  # levels, and details; given its number, and
+    flags: Callable[..., tuple[Tensor, Tensor]]  # (step, *tensors) -> are levels, details due?
     tensors: Sequence[Tensor]
     health: Tensor  # float32[num_variables, 5], whose first columns are the levels measured last
 
@@ -145,7 +145,7 @@ class Gradients(NamedTuple):
 
     @property
     def of(self) -> list[int | None]:
-        """The variables that the tensors lie as; see `Pieces.each`."""
+        """For each tensor, the variable whose sharding it has, or None; see `Pieces.each`."""
         return [None] * len(self.scale) + _variables_of(self.parts)
 
     def filled(self, tensors: Sequence[Tensor]) -> "Gradients":

@@ -108,7 +108,7 @@ class GradientReport:
 
     @property
     def headroom_bits(self) -> float:
-        """How often the loss scale can double before the largest gradient overflows float16."""
+        """How often the scale can double before `max_abs` leaves float16; inf if all are zero."""
         scaled = self.max_abs * self.loss_scale
         return math.log2(_FLOAT16_MAX / scaled) if 0 < scaled < math.inf else math.inf
 

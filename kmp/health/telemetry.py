@@ -115,9 +115,9 @@ class Telemetry:
 
 
 def kept_sampling(optimizer: Any) -> Callable[[], None]:
-    """Keep how often an optimizer's steps are measured; call the result to put it back.
+    """Remember how often an optimizer measures; call the result to restore that.
 
-    One that is not built yet has nothing else to put back than what it is built with: zeros.
+    For an optimizer that is not built yet, that is the initial value: zeros.
     """
     kept = ops.convert_to_numpy(optimizer.telemetry.sampling)[:2] if optimizer.built else [0, 0]
 
@@ -134,8 +134,8 @@ def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
     """float32[n, 5]: the matrix of `COLUMNS` after a step. Counts are exact up to 2**24 steps.
 
     Args:
-        levels: float32[n, 4], of this step if any gradient is not finite, else perhaps of an
-            earlier one.
+        levels: float32[n, 4]: of this step if it overflowed or was due, else of the last step that
+            measured them.
         nonfinite: float32[n], above 0 if the gradient was not finite in this step.
         previous: float32[n, 5], the matrix before the step.
     """
@@ -162,7 +162,7 @@ def add_event(
 
 @_backend.compiled
 def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:
-    """int32[4]: `sampling` with this step as the last with levels, or with details, if it is."""
+    """int32[4]: `sampling`, with `step` noted if it measured `levels`, or `details` (bool[])."""
     last = [ops.where(levels, step, sampling[2]), ops.where(details, step, sampling[3])]
     return ops.concatenate([sampling[:2], ops.stack(last)])
 

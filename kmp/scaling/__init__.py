@@ -55,7 +55,7 @@ def scaled(
 
     Raises:
         ValueError: if the optimizer scales losses itself, if `loss_scale` names no strategy, or if
-            arguments come with an optimizer that is already built from others.
+            you pass `optimizer_arguments` with an instance or a config.
 
     Example:
 
@@ -96,8 +96,8 @@ def _make_inner(optimizer: Any, arguments: dict[str, Any]) -> Any:
         inner = _named(optimizer, arguments)
     elif arguments:
         raise ValueError(
-            "Arguments of the optimizer go with its class or name. Received: an optimizer "
-            f"{type(optimizer).__name__} that has its own, and {sorted(arguments)}. "
+            "Pass optimizer arguments only with a class or a name. Received: an instance of "
+            f"{type(optimizer).__name__}, and {sorted(arguments)}. "
             "Write kmp.scaled(keras.optimizers.Adam, learning_rate=1e-3), or set them on the "
             "instance."
         )

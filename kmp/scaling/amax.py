@@ -29,19 +29,18 @@ class AmaxLossScale(DynamicLossScale):
     all zero:  scale = min(scale * 2, 2048); above that it doubles every 2000 steps
     ```
 
-    So it begins at 1, at which nothing overflows, is right from the second step on, and follows the
-    gradients within a step, up and down. The headroom is for the next batch, and for gradients
-    inside the model, which may be larger than those of the variables; where it was too small, the
-    overflow shows it, and the scale is left alone for a while. Gradients that are all zero tell
-    nothing, unless they are too small for half precision: the scale rises to 2048, at which a
-    gradient of 1 keeps its headroom, and from there on slowly.
+    The scale starts at 1, fits the gradients from the second step on, and follows them up and down
+    within one step. The headroom allows for larger gradients in the next batch, and for gradients
+    of activations, which are not measured. If it was too small, a step overflows, and the lower
+    scale stays for a while. If all gradients are zero, they may have underflowed: the scale doubles
+    at each step up to 2048, where a gradient of 1 still has its headroom, then every 2000 steps.
 
     Args:
         initial_scale: float in [`min_scale`, `max_scale`], the scale of the first step.
-        growth_factor: float > 1, what the scale is multiplied with while all gradients are zero.
-        backoff_factor: float in (0, 1), what it is multiplied with when it backs off.
-        growth_interval: int >= 1, finite steps after an overflow until the maximum counts again;
-            steps of zeros after which a large scale grows.
+        growth_factor: float > 1, what the scale is multiplied by while all gradients are zero.
+        backoff_factor: float in (0, 1), what it is multiplied by when it backs off.
+        growth_interval: int >= 1, finite steps after an overflow before the scale follows the
+            gradients again, and all-zero steps before a scale above 2048 doubles.
         min_scale, max_scale, hysteresis: as in `DynamicLossScale`.
         headroom_bits: float in [0, 16), how far the largest gradient stays below 65504.
 
@@ -83,8 +82,8 @@ class AmaxLossScale(DynamicLossScale):
         """Return the state after a step, as `DynamicLossScale.next` does.
 
         Args:
-            state: its `finite_steps` are those still to go until the maximum counts again or, below
-                0, the steps of zeros since a large scale grew.
+            state: `finite_steps` > 0 counts down to the end of the wait after an overflow; < 0, it
+                counts all-zero steps since the scale last doubled.
             finite: bool[].
             max_abs: float32[], the largest absolute value of all gradients, after division by the
                 scale.

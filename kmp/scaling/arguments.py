@@ -84,7 +84,7 @@ def warn_of_unscaled_loss() -> None:
     """Warn that gradients arrive although nothing has scaled their loss."""
     warn(
         "Gradients are applied, but nothing has scaled their loss: they will be divided by a loss "
-        "scale that they were not multiplied with, and the weights hardly move. In your "
+        "scale that they were not multiplied by, and the weights hardly move. In your "
         "train_step, write loss = self.optimizer.scale_loss(loss) before taking gradients; in a "
         "loop of your own in JAX, optimizer.stateless_scale_loss(optimizer_variables, loss). If "
         'nothing needs scaling, as in bfloat16, write kmp.scaled(..., loss_scale="none").'
@@ -165,16 +165,16 @@ def refuse_unknown(variables: Sequence[Variable], rows: Sequence[int]) -> None:
             raise ValueError(
                 "`apply` takes the variables that the optimizer was built with. Received: "
                 f"{_name(variable)!r}, which is not one of them. If it was frozen then, compile "
-                "the model anew with a new optimizer. Else give each model an optimizer of its "
-                "own, and build it after the last layer is there."
+                "the model again with a new optimizer. Otherwise give each model its own "
+                "optimizer, and build it once all layers exist."
             )
 
 
 def checked_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> list[Gradient]:
     """Return `grads` as tensors of floats, `tf.IndexedSlices` or None, one for each variable.
 
-    Lists, NumPy arrays and integers, which are gradients too, become tensors of the dtype of their
-    variable: loss scaling divides floats alone.
+    Lists, NumPy arrays and integers become tensors of their variable's dtype, because loss scaling
+    divides only floats.
 
     Raises:
         ValueError: if there is not one for each variable, none at all, or one of another shape.

@@ -1,8 +1,8 @@
 """The optimizer's state in files, and in the terms of `torch.amp.GradScaler`.
 
-kmp stores its own variables by name, and a description of the rule and of the inner optimizer. The
-inner optimizer's variables are left to Keras, which stores them beside. A file is checked as a
-whole before anything is written, so that a wrong one leaves the live state as it was.
+kmp stores its own variables by name, and a description of the rule and of the inner optimizer.
+Keras stores the inner optimizer's variables next to them. A file is checked completely before
+anything is assigned, so a wrong file leaves the live state unchanged.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _LAYOUT = "layout"  # older files have the sizes alone
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 _NUMBERED = re.compile(r"variable(_\d+)?")  # an unnamed variable, numbered across the process
 _UNBUILT = ("iteration", "learning_rate")  # what an optimizer has before it is built
-# The others are of measuring, or dropping whole windows: that may have been switched on since.
+# The others exist only with `measure_gradients` or "drop_window", which may be new since.
 _REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
 _COUNTERS = ("iteration", "step_counter", "skipped_steps", "consecutive_skips")
 _OF_RULES = ("growth_factor", "backoff_factor", "growth_interval")  # of a GradScaler, and ours
@@ -155,7 +155,7 @@ def _mismatch(optimizer: Any, stored: str, expected: int) -> ValueError:
 
 
 def _within_bounds(rule: Any, scale: Any) -> Any:
-    """A stored scale as far as the present rule allows it."""
+    """The stored scale, clipped to the bounds of the present rule."""
     if isinstance(rule, (StaticLossScale, NoOpLossScale)):
         return rule.init().scale
     if not isinstance(rule, DynamicLossScale):
@@ -222,7 +222,7 @@ def _initial_values(optimizer: Any) -> list[tuple[Variable, Any]]:
 
 
 def _expect_less_of_the_inner(inner: Any) -> None:
-    """Let the inner optimizer's next load accept that the file holds little of it, or nothing."""
+    """Make the inner optimizer's next load accept a file with few of its variables, or none."""
     keras_loader = inner.load_own_variables
     inner.load_own_variables = functools.partial(_load_inner, inner, keras_loader)
 

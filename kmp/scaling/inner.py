@@ -25,12 +25,12 @@ T = TypeVar("T")
 class InnerSetting(Generic[T]):
     """A setting that is read from, and written to, the inner optimizer.
 
-    Keras's LossScaleOptimizer answers `clipnorm` with None and `use_ema` with False whatever the
-    inner optimizer does.
+    On Keras's LossScaleOptimizer `clipnorm` is None and `use_ema` is False, whatever the inner
+    optimizer has.
 
     Args:
-        neutral: what Keras's base class reads while it builds itself, so that it makes no averages
-            and accumulators: those are the inner optimizer's.
+        neutral: the value that Keras's base class sees in `build`, so that it does not create
+            averages and accumulators a second time.
     """
 
     def __init__(self, neutral: T):
@@ -89,7 +89,7 @@ class WrapsInner(BaseLossScaleOptimizer):
         return own_variables_of(self)
 
     def moves_rarely(self, variable: Variable) -> bool:
-        """Whether most numbers of a variable stay in a small update; see `HalfMemory`."""
+        """Whether a small update leaves most elements of a variable unchanged; see `HalfMemory`."""
         return self.rounding_seed is not None and self.half_memory.moves_rarely(variable.dtype)
 
     def build(self, var_list: Sequence[Variable]) -> None:

@@ -24,12 +24,12 @@ from kmp.scaling.step import Counters, ScaledStep, plan_for
 
 @keras.saving.register_keras_serializable(package="kmp")
 class LossScaleOptimizer(WrapsInner):
-    """Scales the loss, checks the gradients, and lets a step happen wholly or not at all.
+    """Scales the loss, checks the gradients, and applies a step completely or skips it.
 
     In each step:
 
     ```
-    true gradients = gradients / scale          the scale that the loss was multiplied with
+    true gradients = gradients / scale          the scale that the loss was multiplied by
     all finite:    inner_optimizer.apply(true gradients)
     otherwise:     nothing is written: no weight, slot, iteration, average or accumulator
     scale          = loss_scale.next(scale, finite)
@@ -40,8 +40,8 @@ class LossScaleOptimizer(WrapsInner):
 
     Args:
         inner_optimizer: `keras.optimizers.Optimizer` instance (or its name or config).
-        initial_scale: float, Keras's argument: short for `DynamicLossScale(initial_scale=...)`.
-        dynamic_growth_steps: int, Keras's argument: the `growth_interval` of the same.
+        initial_scale: float, as in Keras: the `initial_scale` of a `DynamicLossScale`.
+        dynamic_growth_steps: int, as in Keras: the `growth_interval` of that `DynamicLossScale`.
         name: str.
         loss_scale: `"dynamic"`, `"none"`, a positive number or a strategy; not together with the
             two arguments above. See `kmp.scaled`.
@@ -49,19 +49,19 @@ class LossScaleOptimizer(WrapsInner):
             micro-batch, which the window replaces by one more (as Keras), or `"drop_window"` the
             whole window, whose boundary stays (as PyTorch).
         measure_gradients: bool, whether steps are measured; see `gradient_report()`.
-        rounding: how weights and slots in bfloat16 are rounded after each update, which float32
-            computes: `"stochastic"`, or `"nearest"`, which loses the smallest updates.
-        slot_dtype: `"bfloat16"`, `"float32"`, or None: as the variable, but float32 for float16.
-        master_weights: bool, whether weights in half precision have float32 copies to add to.
-        **kwargs: the base optimizer's arguments at their defaults, as Keras allows in old configs.
+        rounding: how bfloat16 weights and slots are rounded after an update computed in float32:
+            `"stochastic"`, or `"nearest"`, which loses the smallest updates.
+        slot_dtype: `"bfloat16"`, `"float32"`, or None: that of the variable, float32 for float16.
+        master_weights: bool, whether to keep and update float32 copies of half-precision weights.
+        **kwargs: settings from old Keras configs; only their default values are accepted.
 
     Attributes:
-        step_counter: int[], finite steps in a row since the scale last moved.
+        step_counter: int[], finite steps since the scale changed; for `AmaxLossScale` see `next`.
         skipped_steps: int32[], steps so far that were skipped.
         consecutive_skips: int32[], skipped steps in a row up to now.
         variable_paths: the path of the variable in each row of the measurements.
         measures_details: bool, whether steps compiled from now on measure weights and updates.
-        rounding_seed: int32[], of stochastic rounding, 0 unless assigned; None if all is float32.
+        rounding_seed: int32[], seed of stochastic rounding, initially 0; None if all is float32.
         scale_was_read: bool, whether anything has read the scale, to scale a loss with it.
 
     Raises:
@@ -123,7 +123,7 @@ class LossScaleOptimizer(WrapsInner):
 
     @property
     def scale_state(self) -> ScaleState:
-        """The loss scale's state as tensors, to read or to hand to `loss_scale`."""
+        """`ScaleState` of the next step, for `loss_scale.scale` and `.unscale`. Needs `build`."""
         self.scale_was_read = True
         return self.scaled_step.counters.state
 
@@ -191,8 +191,8 @@ class LossScaleOptimizer(WrapsInner):
             trainable_variables: their variables; those of `build` if left out.
 
         Raises:
-            ValueError: if there is no gradient at all, not one for each variable, one of another
-                shape than its variable, or a variable that the optimizer was not built with.
+            ValueError: if all gradients are None (an empty list does nothing), if their number or
+                a shape does not match the variables, or if a variable was not passed to `build`.
         """
         grads = list(grads)
         if not grads:
@@ -232,14 +232,14 @@ class LossScaleOptimizer(WrapsInner):
         """Choose how often to measure, before the step is compiled.
 
         Args:
-            update_freq: int >= 1, training steps between two measurements of levels and details.
-                The first 100 steps, overflows and the step after each are measured anyway.
-            and_at: int, one more step to measure, by its number in training, counted from 1.
+            update_freq: int >= 1, training steps between two measurements. The first 100 steps,
+                overflows and the step after each overflow are always measured.
+            and_at: int, the number of one more step to measure, counted from 1; 0 for none.
             details: bool, whether to measure weights, updates and exponents too, on samples of at
                 most 4,096 numbers a variable.
 
         Raises:
-            ValueError: if the optimizer is not built or does not measure.
+            ValueError: if `update_freq` is < 1, or the optimizer is not built or does not measure.
         """
         arguments.telemetry_of(self, "sample_gradients").sample(update_freq, and_at)
         self.measures_details = bool(details)
@@ -274,7 +274,7 @@ class LossScaleOptimizer(WrapsInner):
         return checkpoint.grad_scaler_state(self)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a GradScaler's `state_dict()`, before training: its rule is compiled in.
+        """Continue from a GradScaler's `state_dict()`. Call it before the first step is compiled.
 
         Raises:
             ValueError: if it is not a GradScaler's, or the optimizer is not built or not dynamic.

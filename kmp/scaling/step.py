@@ -101,7 +101,7 @@ class ScaledStep:
             return self._parts(plan, replicas.local(gradients), places, in_xla)
 
         if traced:
-            # XLA divides while it updates, and again here: the true gradients are never in memory.
+            # Divide twice, here and in the update: XLA fuses both, and writes no true gradients.
             gradients = Gradients(parts(scaled), before, functools.partial(_divided_parts, rule))
         else:
             gradients = Gradients(parts(true))
@@ -117,10 +117,10 @@ class ScaledStep:
         self._record(plan, rule, seen, applies)
 
     def forget_scale_of(self, before: ScaleState, nonfinite: Tensor) -> None:
-        """Put the scale back, if the last step was skipped for a loss that was `nonfinite`, bool[].
+        """If the last step's loss was `nonfinite`, bool[], undo what the step did to the scale.
 
-        No scale helps against such a loss. On TensorFlow and PyTorch `scale_loss` notes it in time;
-        on JAX, where the loss is scaled inside a pure function, this is called after the step.
+        A lower scale cannot help then. On TensorFlow and PyTorch `scale_loss` records such a loss
+        before the step; on JAX, which scales it in a pure function, call this after the step.
         """
         after = _kept_if(nonfinite, before, self.counters.state)
         self.counters.scale.assign(after.scale)
@@ -160,8 +160,8 @@ class ScaledStep:
         if seen.on_host:
             counters.steps.assign(step)
         else:
-            # This is 1, but known only with the verdict. At the end of data of unknown length
-            # TensorFlow's loop runs a step without data, in which a plain 1 would be counted.
+            # Always 1, but computed from `finite`: at the end of data of unknown length TensorFlow
+            # runs a step without data, which would count a constant 1.
             counters.steps.assign_add(ops.where(seen.finite, 1, 1))
         if not (seen.on_host and seen.loss_finite):
             counters.loss_nonfinite.assign(ops.zeros((), "float32"))
@@ -173,9 +173,9 @@ class ScaledStep:
 
 
 def _next_state(rule: LossScale, state: ScaleState, finite: Tensor, *max_abs: Tensor) -> ScaleState:
-    """`rule.next`, on the host if that has read the state.
+    """`rule.next`, with NumPy scalars for kmp's rules if the state is on the host.
 
-    A rule of a user's, which may be written in the backend's own operations, gets tensors.
+    A user's rule may call the backend's operations, so it always gets tensors.
     """
     reads_host = type(rule) in (NoOpLossScale, StaticLossScale, DynamicLossScale)
     if isinstance(finite, ON_HOST) and not reads_host:
@@ -201,7 +201,7 @@ def _kept_if(nonfinite: Tensor, before: ScaleState, after: ScaleState) -> ScaleS
 def _unscaled(
     rule: LossScale, scaled: list[Gradient], kinds: Sequence[Kind], state: ScaleState
 ) -> list[Gradient]:
-    """The true gradients: divided by the scale that the loss was multiplied with."""
+    """The true gradients: divided by the scale that the loss was multiplied by."""
 
     def true(scaled: Gradient, divided: Gradient, kind: Kind) -> Gradient:
         if kind.overwrites:

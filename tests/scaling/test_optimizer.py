@@ -388,7 +388,7 @@ def test_a_variable_that_was_frozen_when_the_optimizer_was_built():
     optimizer = kmp.scaled("sgd", 1024)
     optimizer.build([kernel])
     optimizer.scale_loss(1.0)
-    with pytest.raises(ValueError, match="If it was frozen then, compile the model anew"):
+    with pytest.raises(ValueError, match="If it was frozen then, compile the model again"):
         optimizer.apply([np.float32([1, 1])] * 2, [kernel, other])
 
 
