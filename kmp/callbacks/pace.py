@@ -6,7 +6,7 @@ gradients stays in that size for thousands of steps, in which the weights hardly
 
 import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,9 +38,17 @@ class Pace:
         return bool(self._sound)
 
     def see(
-        self, report: GradientReport, weights: Mapping[str, Weight], rate: float
+        self,
+        report: GradientReport,
+        weights: Mapping[str, Weight],
+        learning_rate: Callable[[Sequence[str]], float],
     ) -> tuple[str, str] | None:
-        """Take in a report and the learning rate.
+        """Take in a report.
+
+        Args:
+            report: what the steps have measured.
+            weights: the trainable variables by their paths.
+            learning_rate: returns that of the variables with some paths.
 
         Returns:
             If the weights move far less than before, the path of the variable that moves least, and
@@ -48,8 +56,9 @@ class Pace:
         """
         ratios = {x: r for x, r in report.update_ratio.items() if x in weights}
         ratios = {x: r for x, r in ratios.items() if weights[x].is_matrix} or ratios
-        if not (ratios and rate):
-            return None  # after a skipped step, for one
+        rate = learning_rate(list(ratios)) if ratios else 0.0
+        if not rate:
+            return None  # nothing has moved, as in a skipped step
         norms = report.weight_norm
         update = float(np.median([10**r * norms[x] for x, r in ratios.items()]))
         now = _Point(report.step, update / rate, report.grad_norm)

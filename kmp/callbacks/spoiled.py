@@ -47,7 +47,7 @@ class Spoilage:
         optimizer: Any,
         report: GradientReport,
         weights: Mapping[str, Weight],
-        rate: Callable[[Sequence[str]], float],
+        learning_rate: Callable[[Sequence[str]], float],
         at_epoch_end: bool,
     ) -> list[Spoiled]:
         """Look after a step: at the moving variances, and at the end of an epoch at all state.
@@ -58,7 +58,7 @@ class Spoilage:
             optimizer: `kmp.LossScaleOptimizer`.
             report: what its steps have measured.
             weights: the trainable variables by their paths.
-            rate: returns the learning rate of the variables with some paths.
+            learning_rate: returns that of the variables with some paths.
             at_epoch_end: whether an epoch ends. Slots are too large to be read more often.
         """
         found = self._variances.look(model, layers, report.step)
@@ -66,7 +66,7 @@ class Spoilage:
             found = lost_state(model, layers, optimizer) or found
         is_first = report.step > FIRST_STEPS and not self._pace.is_known
         if (at_epoch_end or is_first) and not found and report.details is not None:
-            slow = self._pace.see(report, weights, rate(report.paths))
+            slow = self._pace.see(report, weights, learning_rate)
             found = [Spoiled(*slow, of_layer=False)] if slow else []
         return found
 

@@ -67,25 +67,29 @@ def report(step, update, grad_norm=1.0):
 )
 def test_updates_are_compared_at_the_same_rate_and_gradient(case, update, grad_norm, rate, seen):
     pace = Pace()
-    assert pace.see(report(1, 1e-3), WEIGHTS, 0.1) is None
-    found = pace.see(report(2, update, grad_norm), WEIGHTS, rate)
+    assert pace.see(report(1, 1e-3), WEIGHTS, lambda paths: 0.1) is None
+    found = pace.see(report(2, update, grad_norm), WEIGHTS, lambda paths: rate)
     assert found == seen or (found[0] == "a/kernel" and found[1].startswith(seen))
 
 
 def test_updates_that_float32_rounds_are_not_compared():
     pace = Pace()
-    assert pace.see(report(1, 3e-7), WEIGHTS, 0.1) is None
-    assert pace.see(report(2, 3e-9), WEIGHTS, 0.1) is None
+    assert pace.see(report(1, 3e-7), WEIGHTS, lambda paths: 0.1) is None
+    assert pace.see(report(2, 3e-9), WEIGHTS, lambda paths: 0.1) is None
 
 
 def test_what_was_slow_is_not_what_later_reports_are_compared_with():
     pace = Pace()
     updates = [1e-3, 1e-5, 1e-5, 1e-3]
-    found = [pace.see(report(i, x), WEIGHTS, 0.1) for i, x in enumerate(updates)]
+    found = [pace.see(report(i, x), WEIGHTS, lambda paths: 0.1) for i, x in enumerate(updates)]
     assert [x is not None for x in found] == [False, True, True, False]
 
 
 def test_a_slow_decline_is_sound():
     """As Adagrad's over many epochs: the last three are compared."""
     pace = Pace()
-    assert not any(pace.see(report(i, 1e-2 / 2**i), WEIGHTS, 0.1) for i in range(10))
+    assert not any(pace.see(report(i, 1e-2 / 2**i), WEIGHTS, lambda paths: 0.1) for i in range(10))
+
+
+def test_no_learning_rate_is_asked_for_where_nothing_has_moved():
+    assert Pace().see(report(1, 0.0), {}, lambda paths: 1 / 0) is None
