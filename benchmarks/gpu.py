@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --smoke            every part in little, on any machine
 
 Needs the extras `bench`, `examples` and `test`, and JAX for CUDA (the extra `gpu`). Each part keeps
-what its commands printed in build/gpu, and the page is written anew from all that is there.
+what its commands printed in build/gpu, and the page is rewritten from all that is there.
 """
 
 import argparse

@@ -74,7 +74,7 @@ unit in the last place of a bfloat16 weight. Rounded to nearest they are lost.
 
 
 def digits(seed: int, optimizer: str):
-    """Digits, split anew by each seed, and an MLP for them."""
+    """Digits, split again by each seed, and an MLP for them."""
     data = load_digits()
     order = np.random.default_rng(seed).permutation(len(data.data))
     x, y = (data.data[order] / 16).astype("float32"), data.target[order]

@@ -46,7 +46,7 @@ counts as *equivalent* only if the 90% interval of the mean difference lies with
 Margins and numbers of seeds were chosen before any half precision was tried: one point of accuracy,
 2% of a loss or an error. (The text task was made smaller twice, because it took too long; before
 the second time two of its seeds had been seen.) Each task
-holds half of its data (text: a quarter) back for the test, split anew by each seed, and Adam's
+holds half of its data (text: a quarter) back for the test, split again by each seed, and Adam's
 learning rate decays to nothing over the run. XLA is told to round wherever the program says so.
 
 | task | model | data |

@@ -20,8 +20,8 @@ COLUMNS = {
     "right layer when the weights of one are NaN (the first, the middle and the last in turn)",
     "compare_precisions": "`kmp.debug.compare_precisions`: the output in `mixed_float16` against "
     "float32",
-    "diagnose": "`kmp.debug.diagnose`: reaches 40 dB, and the model trains under its map: built "
-    "anew, or converted to it where layers without a path are kept",
+    "diagnose": "`kmp.debug.diagnose`: reaches 40 dB, and the model trains under its map: "
+    "rebuilt, or converted to it where layers without a path are kept",
     "memory_report": "`kmp.debug.memory_report`: KiB of a step in float32, in mixed and in pure "
     "half precision",
     "quantize_aware": "`kmp.quantize_aware` trains two steps, then `kmp.to_int8`: how well int8 "
@@ -32,13 +32,13 @@ MARKS = {"works": "works", "Keras cannot": "**Keras cannot**", "kmp cannot": "**
 
 INTRODUCTION = """# Other people's programs
 
-Models that nobody here wrote, and programs of the kinds that keras.io shows, written anew: each
+Models that nobody here wrote, and programs of the kinds that keras.io shows, rewritten: each
 with random weights in a small configuration, through everything that kmp does with a model.
 
 ```bash
 make programs                                       # or, with the extra `programs` installed:
 python benchmarks/programs/table.py                 # writes this page
-python benchmarks/programs/table.py --only gpt2     # one row anew
+python benchmarks/programs/table.py --only gpt2     # one row again
 ```
 
 A cell says *works*, *Keras cannot* (plain Keras fails in the same place) or *kmp cannot*. What a

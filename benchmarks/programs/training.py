@@ -71,7 +71,7 @@ def convert(program: Program) -> str:
 
 
 def convert_by_keras(program: Program) -> None:
-    """What Keras offers: the model built anew under the policy."""
+    """What Keras offers: the model rebuilt under the policy."""
     model = made(program, "mixed_float16", keras_scaled)
     losses = fitted(model, program, 2)
     assert np.isfinite(losses).all(), f"losses {losses}"

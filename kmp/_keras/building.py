@@ -33,7 +33,7 @@ def after_build(layer: Any, action: Callable[[], None]) -> None:
 def casting_inputs(layer: Any) -> Iterator[None]:
     """Within, `layer.call` casts its inputs to the compute dtype, as calling the layer does.
 
-    Keras builds a loaded model by its `call` alone, on float32 inputs. A residual sum in half
+    Keras builds a loaded model only by its `call`, on float32 inputs. A residual sum in half
     precision fails then, and the model is left without weights.
     """
     call = layer.call

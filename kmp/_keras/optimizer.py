@@ -158,7 +158,7 @@ def scales_the_loss(optimizer: Any) -> bool:
 
 
 def own_variables_of(optimizer: Any) -> list[Variable]:
-    """`_variables`: those of the wrapper alone, for `variables` lists the inner optimizer's too."""
+    """`_variables`: only those of the wrapper, for `variables` lists the inner optimizer's too."""
     return list(optimizer._variables)
 
 

@@ -63,7 +63,7 @@ class GradientHealth(keras.callbacks.Callback):
             with keras.callbacks.TensorBoard (unless that callback writes there too); the rest goes
             to the directory itself.
         update_freq: training steps between two looks, an int >= 1, whatever `steps_per_execution`
-            is; or `"batch"`, after each step, or `"epoch"`, at the end of each epoch alone.
+            is; or `"batch"`, after each step, or `"epoch"`, only at the end of each epoch.
         logs: list of names from the second half of the table, or `"all"`.
         on_report: function that is called with a flat dict at each look, for other trackers. The
             keys are those of the table, `step`, `consecutive_skips`, `grad_max_abs`, and for each
@@ -76,7 +76,7 @@ class GradientHealth(keras.callbacks.Callback):
             does. By default the one that the model is compiled with.
         prefix: str, put before the keys in the logs, to tell several watched optimizers apart.
 
-    Of several processes that train one model together the first alone writes to `log_dir` and calls
+    Of several processes that train one model together only the first writes to `log_dir` and calls
     `on_report`.
 
     Attributes:

@@ -36,7 +36,7 @@ def heat_map(paths: Sequence[str], looks: Sequence[Look]) -> tuple[bytes, tuple[
     """Draw the norms of the variables (rows) over the looks (columns), red where one overflowed.
 
     A figure with axes, names and a colour bar where matplotlib is installed, which takes some 10 ms
-    a name, of which there are at most 60; otherwise cells and names alone.
+    a name, of which there are at most 60; otherwise only cells and names.
 
     Args:
         paths: the variables' paths.

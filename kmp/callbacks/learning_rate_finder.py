@@ -48,7 +48,7 @@ class LearningRateFinder(keras.callbacks.Callback):
             `steps_per_execution` above 128 the last 128 of each execution are points.
         log_dir: directory for TensorBoard's event files (the points as scalars, the curve as an
             image, the suggestion as a text), or None for none. Of several processes that train
-            one model together the first alone writes.
+            one model together only the first writes.
 
     Attributes:
         suggestion: float, the suggested learning rate; None before the sweep, and if the loss fell

@@ -14,7 +14,7 @@ def come_first(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callb
     skips none and calls none twice.
 
     Returns:
-        All callbacks of this `fit`; `callback` alone if somebody else than Keras has called it.
+        All callbacks of this `fit`; only `callback` if something other than Keras has called it.
     """
     frame = inspect.currentframe()
     while frame := frame and frame.f_back:

@@ -15,7 +15,6 @@ from kmp.callbacks.standstill import Weight
 from kmp.health.report import GradientReport
 
 _FALL = 30.0  # times; noise in the gradients makes Adam's updates 10 times smaller
-_AS_LARGE = 1 / 3  # share of the gradient's norm before from which it counts as no smaller
 _FELT = 1e-6  # share of the weights below which their own rounding shrinks an update
 _COMPARED = 3  # epochs: over many, Adagrad slows down by its design
 
@@ -24,6 +23,11 @@ class _Point(NamedTuple):
     step: int
     pace: float  # median norm of the updates, at a learning rate of 1
     grad_norm: float
+
+    def fall_since(self, before: "_Point") -> float:
+        """How many times slower it is than before, beyond what a smaller gradient explains."""
+        gradient_fall = before.grad_norm / self.grad_norm if self.grad_norm else math.inf
+        return before.pace / self.pace / max(gradient_fall, 1.0)
 
 
 class Pace:
@@ -54,23 +58,21 @@ class Pace:
             If the weights move far less than before, the path of the variable that moves least, and
             what was seen. Such a report is not compared with later.
         """
-        ratios = {x: r for x, r in report.update_ratio.items() if x in weights}
-        ratios = {x: r for x, r in ratios.items() if weights[x].is_matrix} or ratios
+        watched = [x for x, weight in weights.items() if weight.is_matrix] or weights
+        ratios = {x: r for x, r in report.update_ratio.items() if x in watched}
         rate = learning_rate(list(ratios)) if ratios else 0.0
         if not rate:
             return None  # nothing has moved, as in a skipped step
         norms = report.weight_norm
         update = float(np.median([10**r * norms[x] for x, r in ratios.items()]))
         now = _Point(report.step, update / rate, report.grad_norm)
-        falls = [
-            (before.pace / now.pace, before.step)
-            for before in self._sound
-            if now.grad_norm >= _AS_LARGE * before.grad_norm
-        ]
+        falls = [(now.fall_since(before), before.step) for before in self._sound]
         fall, step = max(falls, default=(0.0, 0))
         largest = float(np.median(list(ratios.values()))) + math.log10(max(fall, 1.0))
         if fall > _FALL and 10**largest > _FELT:
-            reason = f"updates are {fall:.0f} times smaller than after step {step}"
+            reason = (
+                f"updates are {fall:.0f} times smaller than after step {step}, for such gradients"
+            )
             return min(ratios, key=lambda x: ratios[x]), reason
         self._sound.append(now)
         return None

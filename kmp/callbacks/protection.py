@@ -7,7 +7,7 @@ stop a healthy run, and stays in BatchNorm's moving statistics for ever.
 While a model is protected a `_Guard` stands in the place of its `make_train_function` and
 `train_step`, and a `LossTracker` in that of Keras's average of the loss. The functions that Keras
 compiles from them are kept on Keras's own train function, so that they are found again by the next
-`fit`, and forgotten with it when the model is compiled anew.
+`fit`, and forgotten with it when the model is compiled again.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ def protect(model: Any) -> "Protection":
                                                the optimizer sees to it)
     ```
 
-    The seeds of dropout and augmentation go on: the next step draws anew, so that a batch whose
-    mask made it overflow does not overflow for ever. A copy of the model is not protected.
+    The seeds of dropout and augmentation go on: the next step draws other numbers. A batch whose
+    mask made it overflow would otherwise do so for ever. A copy of the model is not protected.
 
     kmp's callbacks protect the model while their `fit` runs. This function does it without them,
     until it is removed. Calling it again changes nothing, nor does `compile`.
@@ -82,7 +82,7 @@ def protect(model: Any) -> "Protection":
 
 
 class Protection:
-    """What `kmp.protect` returns. Made by that function alone.
+    """What `kmp.protect` returns. Only that function makes it.
 
     Args:
         model: the model.

@@ -39,7 +39,7 @@ class SpikeDetector:
 
     where MAD is the median absolute deviation from the median. Outliers do not enter the history,
     so that a spike cannot hide the next one. As many outliers in a row as the window is long are
-    no spike any more but a new level, and the history begins anew.
+    a new level, not a spike, and the history starts over.
 
     Args:
         window: int >= 10, readings that are remembered.

@@ -215,7 +215,7 @@ def _train(task: Task, policy: str, seed: int) -> Training:
             f"Received: metric={task.metric!r}."
         )
     batch = (keras.tree.map_structure(lambda a: a[: task.batch_size], tree) for tree in (x, y))
-    unknown = StepMemory(None, "measured for the first seed alone")
+    unknown = StepMemory(None, "measured only for the first seed")
     return Training(
         metric=float(metrics[task.metric]),
         steps=run.steps,

@@ -20,7 +20,7 @@ class Training(NamedTuple):
         steps: int.
         skipped_steps: int.
         step_ms: float, milliseconds of a step.
-        memory: what a step holds at most, measured for seed 0 alone.
+        memory: what a step holds at most, measured only for seed 0.
     """
 
     metric: float
@@ -104,7 +104,7 @@ class Ledger:
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"The file to resume from must be one that certify wrote. Received: {path!r}. "
-                "Name a file that does not exist yet to begin anew."
+                "Name a file that does not exist yet to start over."
             ) from error
         changed = {
             name: f"{known.get(name)} there, {self._environment.get(name)} here"
@@ -115,7 +115,7 @@ class Ledger:
             differences = "; ".join(f"{name}: {what}" for name, what in changed.items())
             raise UsageError(
                 f"The trainings in {path!r} must have run where these run. Received: "
-                f"{differences}. Name another file to begin anew."
+                f"{differences}. Name another file to start over."
             )
         return rows
 

@@ -117,7 +117,7 @@ def _add_json_option(command: argparse.ArgumentParser) -> None:
         "--json",
         metavar="FILE",
         type=lambda path: path if path == "-" else _file(path),
-        help="write the numbers; - prints them alone",
+        help="write the numbers; - prints nothing else",
     )
 
 

@@ -27,7 +27,7 @@ class Diagnosis:
         float32_layers: the paths of the layers that stay in float32, with what is inside of them.
         without_path: the names of those among them to which Keras gives no path (pooling,
             activations, dropout). `kmp.to_mixed_precision(model, policy)` keeps them in float32; a
-            model that is built anew does not find them: give them `dtype="float32"` there.
+            rebuilt model does not find them: give them `dtype="float32"` there.
         sqnr: dB of the model's output under `policy`, measured.
         sqnr_before: dB with all layers in half precision.
         target_sqnr: dB that were asked for.
@@ -70,7 +70,7 @@ class Diagnosis:
             names = ", ".join(self.without_path)
             lines.append(
                 f"Keras gives no path to {names}: kmp.to_mixed_precision(model, report.policy) "
-                "keeps them in float32, in a model built anew write dtype='float32' there"
+                "keeps them in float32, in a rebuilt model write dtype='float32' there"
             )
         if self.loss_scale is not None:
             finite = "all gradients finite" if self.gradients_finite else "some gradients overflow"
@@ -109,7 +109,7 @@ def diagnose(
     measured.
 
     Use the map with `kmp.to_mixed_precision(model, report.policy)`; or with
-    `keras.config.set_dtype_policy(report.policy)` before the model is built anew under the same
+    `keras.config.set_dtype_policy(report.policy)` before the model is rebuilt under the same
     names, with `kmp.scaled(optimizer)`, since Keras scales no loss under a map.
 
     A layer moves with the layers in it. All runs are eager; everything is put back. One run for

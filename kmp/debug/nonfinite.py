@@ -132,7 +132,7 @@ def locate_nonfinite(
     Args:
         model: a built model; compiled, if `y` is given.
         x: one batch, as `fit` takes it: an array or a nested structure of arrays.
-        y: its targets; None looks at the forward pass alone.
+        y: its targets; None looks only at the forward pass.
         sample_weight: its weights, if there are any.
         loss_scale: by default what the optimizer would multiply the loss with now.
 
@@ -176,7 +176,7 @@ def first_blame(
     Args:
         model: the model, under the dtype policies that are to be looked at.
         batch: x, y and sample_weight, as tensors.
-        scale: the loss scale; None for the forward pass alone.
+        scale: the loss scale; None for only the forward pass.
         preserved: what puts the state back before each replay.
     """
     preserved.restore()

@@ -48,7 +48,7 @@ def check_replayable(model: Any, tool: str, with_loss: bool) -> None:
         raise ValueError(
             f"`model` of {tool} must be compiled, because y was passed and needs its loss. "
             f"Received: {model.name!r}, not compiled. Call model.compile(...) first, or leave y "
-            "out to look at the forward pass alone."
+            "out to look only at the forward pass."
         )
 
 
@@ -80,7 +80,7 @@ def forward(
     """Run the model once, and its loss if asked to.
 
     Returns:
-        The recorder, with those calls alone whose tensors hold numbers; the outputs; and the loss,
+        The recorder, with only those calls whose tensors hold numbers; the outputs; and the loss,
         None without one or if it raises for outputs that are not finite.
     """
     x, y, sample_weight = batch

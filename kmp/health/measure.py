@@ -229,11 +229,8 @@ def find_nonfinite(
         rows = (ops.unstack(part.values) if part.stacked else [_values_of(part)] for part in parts)
         values = list(itertools.chain.from_iterable(rows))
         return _in_rows(ops.cast(~_backend.are_finite(values), "float32"), order, number)
-
-    def join(columns: Columns) -> Tensor:
-        return ops.maximum(*columns)
-
-    found = _reduce_parts(_look_for_nonfinite, join, parts, number, together)
+    find = functools.partial(_reduce_parts, _look_for_nonfinite, lambda found: ops.maximum(*found))
+    found = find(parts, number, together)
     return pieces.reduced(ops.cast(found, "float32"))[1]
 
 

@@ -52,8 +52,9 @@ class Kind(NamedTuple):
 class Due(NamedTuple):
     """What tells whether a step is due to measure."""
 
-    flags: Callable[..., tuple[Tensor, Tensor]]  # (step, *tensors) -> are levels, details due?
-    tensors: Sequence[Tensor]
+    # (number of the step, skips in a row before it, sampling) -> are levels, details due?
+    flags: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    sampling: Tensor  # int32[4]
     health: Tensor  # float32[num_variables, 5], whose first columns are the levels measured last
 
 
@@ -151,7 +152,7 @@ class Gradients(NamedTuple):
     def filled(self, tensors: Sequence[Tensor]) -> "Gradients":
         """The same with these tensors."""
         number = len(self.scale)
-        parts = _refilled(self.parts, tensors[number:])
+        parts = refilled(self.parts, tensors[number:])
         return self._replace(parts=parts, scale=tensors[:number])
 
     def true(self) -> Sequence[Part]:
@@ -173,23 +174,23 @@ def look(
         gradients: of the variables that it was made for.
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
         numbers: float32 and int32 scalars that the rest of the step takes, beginning with the
-            step's number, counted from 1.
+            step's number, counted from 1, and ending with the skipped steps in a row before it.
         due: from `Telemetry.at_start`; None if nothing is measured.
     """
     nonfinite, levels = _check(plan, gradients)
     # Outside XLA the few steps that overflow ask for the culprit; the others need only a number.
     blamed = measure.blame(nonfinite) if gradients.divide else None
     (number,) = blamed[:1] if blamed else _backend.reduce_columns((nonfinite,), (0,))
-    tensors = due.tensors if due else ()
-    finite, loss_finite, read = _backend.flags(number, loss_nonfinite, *numbers, *tensors)
-    numbers, tensors = read[: len(numbers)], read[len(numbers) :]
+    sampling = (due.sampling,) if due else ()
+    finite, loss_finite, read = _backend.flags(number, loss_nonfinite, *numbers, *sampling)
+    numbers = read[: len(numbers)]
     on_host, largest = isinstance(finite, np.bool_), None
     if plan.max_abs:
         largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
     seen = Look(finite, loss_finite, numbers, nonfinite, blamed, largest, on_host=on_host)
     if due is None:
         return seen
-    due_levels, due_details = due.flags(numbers[0], *tensors)
+    due_levels, due_details = due.flags(numbers[0], numbers[-1], read[-1])
     due_levels = due_levels | ~finite  # an overflowing step always measures its levels
     seen = seen._replace(due_levels=due_levels, due_details=due_details)
     if on_host and not due_levels:
@@ -249,10 +250,8 @@ def _complete(
 def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:
     if target == "host" and not any(part.stacked for part in parts):
         # Outside XLA stacks take time, and are made only in the steps that need them.
-        gradients: list[Gradient] = [None] * len(plan.sizes)
-        for part in parts:
-            gradients[part.members[0]] = part.values
-        parts = plan.gather(gradients)
+        gradients = {part.members[0]: part.values for part in parts}
+        parts = plan.gather([gradients.get(i) for i in range(len(plan.sizes))])
     together = _WAYS[target].together
     return measure.measure(parts, plan.sizes, together=together, pieces=plan.pieces)
 
@@ -274,10 +273,10 @@ def take_sample(
     number = 2 * sum(each.size for each in cuts)  # of gradients, and of weights
 
     def sample(target: str, due: Any, *tensors: Any) -> list[Tensor]:
-        refilled = _refilled(parts, tensors[: len(parts)])
+        gradients = refilled(parts, tensors[: len(parts)])
         weights = tensors[len(parts) :]
         zeros = ops.zeros((number,), "float32")
-        take = functools.partial(details.sample, refilled, weights, cuts, target, plan.pieces)
+        take = functools.partial(details.sample, gradients, weights, cuts, target, plan.pieces)
         if _WAYS[target].branches:
             return [_backend.compute_if(due, take, zeros)]
         return [ops.where(due, take(), zeros)]
@@ -296,5 +295,6 @@ def _variables_of(parts: Sequence[Part]) -> list[int | None]:
     return [None if part.stacked else part.members[0] for part in parts]
 
 
-def _refilled(parts: Sequence[Part], values: Sequence[Any]) -> list[Part]:
+def refilled(parts: Sequence[Part], values: Sequence[Any]) -> list[Part]:
+    """The parts with these values."""
     return [Part(x, *part[1:]) for part, x in zip(parts, values, strict=True)]

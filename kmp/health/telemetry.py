@@ -48,8 +48,7 @@ class Telemetry:
 
     def at_start(self) -> Due:
         """What tells whether a step is to measure, before it writes anything."""
-        sampling, events, health = _backend.read(None, [self.sampling, self.events, self.health])
-        return Due(due, [sampling, events], health)
+        return Due(due, *_backend.read(None, [self.sampling, self.health]))
 
     def sample(self, update_freq: Any, and_at: int) -> None:
         """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""
@@ -167,22 +166,21 @@ def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> 
     return ops.concatenate([sampling[:2], ops.stack(last)])
 
 
-def due(step: Tensor, sampling: Tensor, events: Tensor) -> tuple[Tensor, Tensor]:
+def due(step: Tensor, skips: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
     """bool[] and bool[]: whether to measure levels, and details, if no gradient overflows.
 
     It takes tensors, or arrays that the host has read.
 
     Args:
         step: int32[], counted from 1.
+        skips: int32[], how many of the latest steps before this one were skipped in a row.
         sampling: int32[4]: the interval in steps (0: every 100), one further step to measure, and
             the last steps with levels and with details, from `sampled`.
-        events: float32[16, 5], columns as in `EVENT_COLUMNS`.
     """
     interval = sampling[0]
     interval = interval + INTERVAL * _as_int(interval == 0)
     asked = (step % interval == 0) | (step == sampling[1])
-    after_overflow = _as_int(events[0, EVENT_COLUMNS.index("step")]) == step - 1
-    return asked | (step <= FIRST_STEPS) | after_overflow, asked
+    return asked | (step <= FIRST_STEPS) | (skips > 0), asked
 
 
 def _as_int(x: Any) -> Any:

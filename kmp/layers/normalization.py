@@ -118,10 +118,8 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
         gamma, beta = (ops.reshape(each, along_channels) for each in (gamma, beta))
         dtype = self._returned_dtype()
         if training and self.trainable:
-            outputs, moments = normalize_by_batch(
-                x, gamma, beta, mask, axis, self.epsilon, self.synchronized, dtype
-            )
-            self._update_moving(*(ops.reshape(each, (-1,)) for each in moments))
+            outputs, found = self._normalize_by_batch(x, gamma, beta, mask, axis, dtype)
+            self._update_moving(*(ops.reshape(each, (-1,)) for each in found))
             return outputs
         mean = ops.reshape(self.moving_mean, along_channels)
         variance = ops.reshape(self.moving_variance, along_channels)
@@ -136,6 +134,58 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
     def _returned_dtype(self) -> DType:
         policy = self.dtype_policy
         return policy.output_dtype if isinstance(policy, Policy) else self.compute_dtype
+
+    def _normalize_by_batch(
+        self, x: Tensor, gamma: Tensor, beta: Tensor, mask: Tensor | None, axis: int, dtype: DType
+    ) -> tuple[Tensor, "Moments"]:
+        """Normalize by the moments of the batch, and return them in at least float32.
+
+        The backward pass keeps the batch in the dtype it came in and a few numbers per channel, and
+        recomputes the rest. Gradients of any order flow from both results to all three inputs.
+
+        Args:
+            x: any float dtype, any shape.
+            gamma, beta: float32, of the rank of `x`, with size 1 on all axes but `axis`.
+            mask: bool `x.shape[:-1]`, or None; False leaves an element out of the moments.
+            axis: 0 or more, the axis of the channels.
+            dtype: of the normalized batch.
+        """
+        epsilon, synchronized = self.epsilon, self.synchronized
+
+        def forward(x, gamma, beta, *mask):
+            wide = at_least_float32(x)
+            found = moments(wide, _spread(mask, x), axis, synchronized)
+            gamma, beta = (ops.cast(each, wide.dtype) for each in (gamma, beta))
+            factor = ops.rsqrt(found.variance + epsilon) * gamma
+            return ops.cast((wide - found.mean) * factor + beta, dtype), *found
+
+        def backward(inputs, kept, cotangents):
+            x, gamma, _, *mask = inputs
+            mean, variance, count = kept
+            to_y, to_mean, to_variance, _ = cotangents
+            to_y, centred = ops.cast(to_y, mean.dtype), at_least_float32(x) - mean
+            gamma = ops.cast(gamma, mean.dtype)
+            inverse = ops.rsqrt(variance + epsilon)
+            to_beta = _backend.sum_along(to_y, axis)
+            to_gamma = _backend.sum_along(to_y * (centred * inverse), axis)
+            # Each element affects every output through the moments, also on other replicas.
+            to_mean = to_mean - gamma * inverse * to_beta
+            to_variance = to_variance - 0.5 * gamma * ops.square(inverse) * to_gamma
+            to_mean, to_variance = _over_replicas(synchronized, to_mean, to_variance)
+            through = (to_mean + 2 * to_variance * centred) / ops.maximum(count, 1)
+            to_x = to_y * (gamma * inverse) + _chosen(through, _spread(mask, x))
+            gradients = zip((to_x, to_gamma, to_beta), inputs[:3], strict=True)
+            return *(ops.cast(each, x.dtype) for each, x in gradients), *(None for _ in mask)
+
+        def step_by_step():
+            inputs = (x, gamma, beta) if mask is None else (x, gamma, beta, mask)
+            return _backend.custom_gradient(forward, backward, inputs)
+
+        if mask is None and not synchronized and dtype == keras.backend.standardize_dtype(x.dtype):
+            y, *found = _backend.fused_batch_norm(x, gamma, beta, axis, epsilon, step_by_step)
+        else:
+            y, *found = step_by_step()
+        return y, Moments(*found)
 
     def _update_moving(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         finite = ops.all(ops.logical_and(ops.isfinite(mean), ops.isfinite(variance)))
@@ -152,71 +202,6 @@ class Moments(NamedTuple):
     mean: Tensor
     variance: Tensor  # biased
     count: Tensor  # number of elements, as a float
-
-
-def normalize_by_batch(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    mask: Tensor | None,
-    axis: int,
-    epsilon: float,
-    synchronized: bool,
-    dtype: DType,
-) -> tuple[Tensor, Moments]:
-    """`(x - mean) / sqrt(variance + epsilon) * gamma + beta`, computed in float32.
-
-    The backward pass keeps the batch in the dtype it came in and a few numbers per channel, and
-    recomputes the rest.
-
-    Args:
-        x: any float dtype, any shape.
-        gamma, beta: float32, of the rank of `x`, with size 1 on all axes but that of the channels.
-        mask: bool `x.shape[:-1]`, or None; False leaves an element out of the moments.
-        axis: 0 or more, the axis of the channels.
-        epsilon: added to the variance.
-        synchronized: whether the moments span the replicas of a `tf.distribute` strategy.
-        dtype: of the result.
-
-    Returns:
-        The normalized `x`, and the moments in at least float32. Gradients of any order flow from
-        both to `x`, `gamma` and `beta`.
-    """
-
-    def forward(x, gamma, beta, *mask):
-        wide = at_least_float32(x)
-        found = moments(wide, _spread(mask, x), axis, synchronized)
-        gamma, beta = (ops.cast(each, wide.dtype) for each in (gamma, beta))
-        factor = ops.rsqrt(found.variance + epsilon) * gamma
-        return ops.cast((wide - found.mean) * factor + beta, dtype), *found
-
-    def backward(inputs, kept, cotangents):
-        x, gamma, _, *mask = inputs
-        mean, variance, count = kept
-        to_y, to_mean, to_variance, _ = cotangents
-        to_y, centred = ops.cast(to_y, mean.dtype), at_least_float32(x) - mean
-        gamma = ops.cast(gamma, mean.dtype)
-        inverse = ops.rsqrt(variance + epsilon)
-        to_beta = _backend.sum_along(to_y, axis)
-        to_gamma = _backend.sum_along(to_y * (centred * inverse), axis)
-        # Each element affects every output through the moments, also on other replicas.
-        to_mean = to_mean - gamma * inverse * to_beta
-        to_variance = to_variance - 0.5 * gamma * ops.square(inverse) * to_gamma
-        to_mean, to_variance = _over_replicas(synchronized, to_mean, to_variance)
-        through = (to_mean + 2 * to_variance * centred) / ops.maximum(count, 1)
-        to_x = to_y * (gamma * inverse) + _chosen(through, _spread(mask, x))
-        gradients = zip((to_x, to_gamma, to_beta), inputs[:3], strict=True)
-        return *(ops.cast(each, x.dtype) for each, x in gradients), *(None for _ in mask)
-
-    def step_by_step():
-        inputs = (x, gamma, beta) if mask is None else (x, gamma, beta, mask)
-        return _backend.custom_gradient(forward, backward, inputs)
-
-    if mask is None and not synchronized and dtype == keras.backend.standardize_dtype(x.dtype):
-        y, *found = _backend.fused_batch_norm(x, gamma, beta, axis, epsilon, step_by_step)
-    else:
-        y, *found = step_by_step()
-    return y, Moments(*found)
 
 
 def moments(x: Tensor, mask: Tensor | None, axis: int, synchronized: bool = False) -> Moments:

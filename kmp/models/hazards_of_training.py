@@ -205,7 +205,7 @@ def _is_rounded(metric: Any) -> bool:
 
 
 def _takes_logarithms(loss: Any) -> bool:
-    # An attribute of Keras's losses before 3.16, and then one of their arguments alone.
+    # An attribute of Keras's losses before 3.16, and since then only one of their arguments.
     arguments = loss.get_config() if package_of(loss) == "keras" else {}
     from_logits = getattr(loss, "from_logits", arguments.get("from_logits", False))
     return "crossentropy" in _name(loss) and not from_logits

@@ -62,7 +62,7 @@ def _recorded_calls(model: keras.Model) -> tuple[list[Call], list[Any]] | None:
 
     def call(*args):
         nonlocal recorder, returned
-        recorder = Recorder()  # anew, for a model may be tried several times
+        recorder = Recorder()  # a new one, since a model may be tried several times
         with recording(recorder):
             outputs = model.call(*args)
         returned = keras.tree.flatten(outputs)

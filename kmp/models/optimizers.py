@@ -98,7 +98,7 @@ class Rebuilding:
             if optimizer.built:
                 new.build(trainable_variables_of(inner_optimizer_of(optimizer)))
                 _copy_state(optimizer, new, self.exact)
-                said.append(f"{kind} was built anew for the dtypes of the weights, with its state.")
+                said.append(f"{kind} was rebuilt for the dtypes of the weights, with its state.")
             if isinstance(new, LossScaleOptimizer) > isinstance(optimizer, LossScaleOptimizer):
                 said.append(f"{kind} was wrapped in kmp.LossScaleOptimizer: updates in float32.")
             if name == "optimizer":

@@ -72,7 +72,7 @@ def other_layers(layer: Any, expected: int, number: int) -> ValueError:
     return ValueError(
         f"The file holds the policies of {expected} layers in {layer.name!r}; the class "
         f"{type(layer).__name__!r} now creates {number}. Load the file with the code that it was "
-        "saved with, or load the weights alone and convert again with kmp.to_mixed_precision."
+        "saved with, or load only the weights and convert again with kmp.to_mixed_precision."
     )
 
 

@@ -62,17 +62,15 @@ def _from_ml_dtypes(name: str) -> Format:
 
 
 # Not a dtype: tensor cores round the float32 operands of a product to this format.
-_TF32 = Format(
+_TF32 = dataclasses.replace(
+    _from_ml_dtypes("float32"),
     name="tf32",
     bits=19,
-    exponent_bits=8,
     mantissa_bits=10,
     largest=(2 - 2.0**-10) * 2.0**127,
-    smallest_normal=2.0**-126,
     smallest_subnormal=2.0**-136,
     eps=2.0**-10,
     decimal_digits=3,
-    bytes=4,
 )
 
 

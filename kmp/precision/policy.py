@@ -177,14 +177,13 @@ class Policy(keras.DTypePolicy):
     def __repr__(self) -> str:
         return f'<Policy "{self}">'
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: Any) -> bool:
         if isinstance(other, str):
             return self._name == other
         if isinstance(other, Policy):
             return self._dtypes() == other._dtypes()
-        plain = (keras.DTypePolicy, keras.FloatDTypePolicy)  # neither quantized nor a map
-        if not isinstance(other, keras.DTypePolicy) or type(other) not in plain:
-            return False
+        if type(other) not in (keras.DTypePolicy, keras.FloatDTypePolicy):
+            return False  # quantized, or a map
         dtypes = other.variable_dtype, other.compute_dtype, other.compute_dtype
         return self._dtypes() == (False, *dtypes)
 

@@ -1,6 +1,5 @@
 """Casts, finite checks and selection over nested structures of tensors; names of float dtypes."""
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
@@ -202,12 +201,3 @@ def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
         return None if a is None else ops.where(pred, a, b)
 
     return keras.tree.map_structure(choose, on_true, on_false)
-
-
-def map_gradients(function: Callable[[Tensor], Tensor], gradients: Tree) -> Tree:
-    """Apply `function` to every float leaf; None stays None and sparse gradients stay sparse."""
-
-    def leaf(g):
-        return _backend.map_gradient_values(function, g) if is_float(g) else g
-
-    return keras.tree.map_structure(leaf, gradients)

@@ -75,17 +75,14 @@ def scaled(
 
 def _named(name: str, arguments: dict[str, Any]) -> Any:
     """Return the optimizer that Keras knows by this name."""
-    try:
-        return keras.optimizers.get({"class_name": name, "config": arguments})
-    except (TypeError, ValueError) as error:
-        names = {each.lower() for each in vars(keras.optimizers)}
-        if name.lower() in names or keras.saving.get_registered_object(name):
-            raise
+    known = {each.lower() for each in vars(keras.optimizers)}
+    if name.lower() not in known and not keras.saving.get_registered_object(name):
         raise ValueError(
             "`optimizer` must be a Keras optimizer, its class or its name. Received: "
             f"optimizer={name!r}, a name that Keras does not know. Write for example "
             'kmp.scaled("adam"), or pass the class.'
-        ) from error
+        )
+    return keras.optimizers.get({"class_name": name, "config": arguments})
 
 
 def _make_inner(optimizer: Any, arguments: dict[str, Any]) -> Any:

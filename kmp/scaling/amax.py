@@ -10,7 +10,7 @@ from keras import ops
 from kmp._backend.types import Tensor
 from kmp._common import number
 from kmp.precision.float_formats import formats
-from kmp.scaling.rules import DynamicLossScale, ScaleState
+from kmp.scaling.rules import DynamicLossScale, ScaleState, counted_step
 
 LARGEST = formats["float16"].largest
 
@@ -97,36 +97,27 @@ class AmaxLossScale(DynamicLossScale):
                 "Write rule.next(state, finite, max_abs) with the maximum of the absolute unscaled "
                 "gradients, or leave it to kmp.scaled."
             )
-        finite = ops.cast(finite, "bool")
-        scale = ops.convert_to_tensor(state.scale, "float32")
-        max_abs = ops.cast(max_abs, "float32")
-        waiting = ops.greater(state.finite_steps, 0)
-        overflows = ops.where(finite, ops.zeros_like(state.overflows), state.overflows + 1)
-        backoff = ops.convert_to_tensor(self.backoff_factor, "float32")
-        chosen, zeros = self._of_zeros(scale, state.finite_steps)
+        state, counted = ScaleState(*map(ops.convert_to_tensor, state)), counted_step(state, finite)
+        scale, waits, max_abs = counted.scale, state.finite_steps > 0, ops.cast(max_abs, "float32")
+        chosen, left = self._of_zeros(scale, state.finite_steps)
         chosen = ops.where(max_abs > 0, self._fitting(max_abs), chosen)
-        left = ops.where(max_abs > 0, ops.zeros_like(zeros), zeros)
-        backs_off = ops.greater_equal(overflows, self.hysteresis)
-        after_overflow = ops.where(backs_off, scale * backoff, scale)
-        scale = ops.where(finite, ops.where(waiting, scale, chosen), after_overflow)
-        left = ops.where(waiting, state.finite_steps - 1, left)
+        left = ops.where(waits, state.finite_steps - 1, ops.where(max_abs > 0, 0, left))
+        backs_off = counted.overflows >= self.hysteresis
+        after_overflow = ops.where(backs_off, scale * self.backoff_factor, scale)
+        scale = ops.where(finite, ops.where(waits, scale, chosen), after_overflow)
         return ScaleState(
             scale=ops.clip(scale, self.min_scale, self.max_scale),
-            finite_steps=ops.where(finite, left, ops.full_like(left, self.growth_interval)),
-            overflows=overflows,
+            finite_steps=ops.where(finite, left, self.growth_interval),
+            overflows=counted.overflows,
         )
 
     def _of_zeros(self, scale: Tensor, finite_steps: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and `finite_steps` after a step whose gradients are all zero."""
-        grown = scale * ops.convert_to_tensor(self.growth_factor, "float32")
-        enough = self._fitting(ops.ones((), "float32"))
+        grown, enough = scale * self.growth_factor, self._fitting(ops.ones((), "float32"))
         steps = ops.minimum(finite_steps, 0) - 1
-        grows = ops.less_equal(steps, -self.growth_interval)
-        slowly = ops.where(grows, grown, scale)
-        small = ops.less(scale, enough)
-        still = ops.logical_or(small, grows)
-        scale = ops.where(small, ops.minimum(grown, enough), slowly)
-        return scale, ops.where(still, ops.zeros_like(steps), steps)
+        small, grows = scale < enough, steps <= -self.growth_interval
+        scale = ops.where(small, ops.minimum(grown, enough), ops.where(grows, grown, scale))
+        return scale, ops.where(small | grows, 0, steps)
 
     def _fitting(self, max_abs: Tensor) -> Tensor:
         """The largest power of two at which `max_abs` keeps its headroom; 0 if there is none.

@@ -47,17 +47,11 @@ def checked_inner(optimizer: Any) -> Any:
             "`optimizer` must be a Keras optimizer: a class, an instance, a name or a config. "
             f"Received: {optimizer!r}. Write for example kmp.scaled(keras.optimizers.Adam)."
         )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError(
-            "`inner_optimizer` must not scale the loss itself: two scales would divide the "
-            f"learning rate. Received: {type(optimizer).__name__} around "
-            f"{type(optimizer.inner_optimizer).__name__}. Pass its `inner_optimizer` instead."
-        )
     if type(optimizer).scale_loss is not keras.optimizers.Optimizer.scale_loss:
         raise ValueError(
             "`inner_optimizer` must not scale the loss itself: two scales would divide the "
             f"learning rate. Received: {type(optimizer).__name__}, which overrides `scale_loss`. "
-            "Pass an optimizer without it, or compile with that optimizer alone."
+            "Pass its `inner_optimizer`, or an optimizer without it."
         )
     return optimizer
 
@@ -70,9 +64,19 @@ def scales(rule: Any) -> bool:
     return rule not in _OF_ONE
 
 
-def warn_of_unscaled_float16(rule: LossScale, variables: Sequence[Variable]) -> None:
-    """Warn if float16 is going to be trained without a scale: small gradients vanish silently."""
+def check_float16(rule: LossScale, variables: Sequence[Variable]) -> None:
+    """Raise ValueError for float16 on a TPU, and warn of float16 without a scale.
+
+    A TPU's compiler would give up later, and less clearly. Without a scale small gradients vanish
+    silently.
+    """
     where = _float16_in(variables)
+    if where and _backend.platform() == "tpu":
+        raise ValueError(
+            "A TPU computes in bfloat16 or float32: its compiler has no float16 matrix product. "
+            f"Received: float16 in {where}. Write "
+            'keras.config.set_dtype_policy("mixed_bfloat16") before building the model.'
+        )
     if where and not scales(rule):
         warn(
             f"float16 without loss scaling ({where}): gradients below 6e-8 become zero. Write "
@@ -91,17 +95,6 @@ def warn_of_unscaled_loss() -> None:
     )
 
 
-def refuse_float16_on_tpu(variables: Sequence[Variable]) -> None:
-    """Raise ValueError where a TPU's compiler would give up later, and less clearly."""
-    where = _float16_in(variables)
-    if where and _backend.platform() == "tpu":
-        raise ValueError(
-            "A TPU computes in bfloat16 or float32: its compiler has no float16 matrix product. "
-            f"Received: float16 in {where}. Write "
-            'keras.config.set_dtype_policy("mixed_bfloat16") before building the model.'
-        )
-
-
 def _float16_in(variables: Sequence[Variable]) -> str | None:
     """Name what computes or is stored in float16, if anything that can be seen from here does."""
     for variable in variables:
@@ -109,16 +102,6 @@ def _float16_in(variables: Sequence[Variable]) -> str | None:
             return variable.path
     policy = keras.config.dtype_policy()
     return f"the policy {policy.name!r}" if policy.compute_dtype == "float16" else None
-
-
-def needed_to_build(variables: Sequence[Variable] | None) -> list[Variable]:
-    """Return the variables to build an optimizer with, or raise ValueError if there are none."""
-    if variables is None:
-        raise ValueError(
-            "`apply` needs `trainable_variables` when the optimizer is not built yet. Call "
-            "optimizer.build(model.trainable_variables) first, or pass them."
-        )
-    return list(variables)
 
 
 def check_stateless(optimizer: Any, values: Sequence[Tensor]) -> None:

@@ -21,7 +21,7 @@ from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _INNER_SIZES = "inner_sizes"
-_LAYOUT = "layout"  # older files have the sizes alone
+_LAYOUT = "layout"  # older files have only the sizes
 # Keras's class numbers its variables: these, then the inner optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 _NUMBERED = re.compile(r"variable(_\d+)?")  # an unnamed variable, numbered across the process
@@ -110,9 +110,8 @@ def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
     if _LAYOUT in set(store.keys()):
         layout = json.loads(bytes(np.asarray(store[_LAYOUT], "uint8")).decode())
     # AmaxLossScale counts steps of zeros downwards.
-    signed = ("step_counter",) if layout.get("rule") == AmaxLossScale.__name__ else ()
-    unsigned = [name for name in _COUNTERS if name not in signed]
-    negative = [name for name in unsigned if np.any(np.asarray(store[name]) < 0)]
+    signed = {"step_counter"} if layout.get("rule") == AmaxLossScale.__name__ else set()
+    negative = [x for x in _COUNTERS if x not in signed and np.any(np.asarray(store[x]) < 0)]
     if negative:
         raise ValueError(
             f"The stored optimizer state is damaged: a counter is negative. Received: {negative}. "
@@ -122,9 +121,8 @@ def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
     live = _sizes(optimizer.inner_optimizer.variables).tolist()
     if stored != live:
         raise _mismatch(optimizer, f"{len(stored)} variables of other sizes", len(live))
-    if not layout:
-        return layout
-    for stored_slot, live_slot in zip(layout["slots"], _slots(optimizer), strict=True):
+    slots = _slots(optimizer)
+    for stored_slot, live_slot in zip(layout.get("slots", slots), slots, strict=True):
         if not _is_same_slot(stored_slot, live_slot):
             raise _mismatch(
                 optimizer,
@@ -244,7 +242,7 @@ def _load_unbuilt(inner: Any, store: Mapping[str, Any]) -> None:
 
 
 def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
-    """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` gives it."""
+    """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` does."""
     rule = optimizer.loss_scale
     is_dynamic = type(rule) is DynamicLossScale
     return {
@@ -258,7 +256,7 @@ def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
 
 
 def load_grad_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Take over scale, counter and rule from a GradScaler's dictionary; see `grad_scaler_state`."""
+    """Continue from a GradScaler's `state_dict()`; see `LossScaleOptimizer.load_state`."""
     if not isinstance(state, Mapping) or set(state) != set(_GRAD_SCALER_KEYS):
         raise ValueError(
             f"`state` must be a dictionary with the keys {_GRAD_SCALER_KEYS}, as "

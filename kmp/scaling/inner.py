@@ -1,7 +1,7 @@
 """What the loss-scaling wrapper leaves to the optimizer inside it, and to its accumulation."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any
 
 import numpy as np
 from keras import ops
@@ -19,40 +19,29 @@ from kmp.half_memory import HalfMemory, build_inner
 
 ON_OVERFLOW = ("drop_micro_batch", "drop_window")
 
-T = TypeVar("T")
 
-
-class InnerSetting(Generic[T]):
+def _inner_setting(name: str, neutral: Any) -> Any:
     """A setting that is read from, and written to, the inner optimizer.
 
     On Keras's LossScaleOptimizer `clipnorm` is None and `use_ema` is False, whatever the inner
     optimizer has.
 
     Args:
+        name: of the attribute.
         neutral: the value that Keras's base class sees in `build`, so that it does not create
             averages and accumulators a second time.
     """
 
-    def __init__(self, neutral: T):
-        self._neutral = neutral
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, optimizer: None, owner: type) -> "InnerSetting[T]": ...
-    @overload
-    def __get__(self, optimizer: Any, owner: type) -> T: ...
-    def __get__(self, optimizer: Any, owner: type) -> Any:
-        if optimizer is None:
-            return self
+    def read(optimizer: Any) -> Any:
         if not _has_inner(optimizer) or optimizer.builds_base:
-            return self._neutral
-        return getattr(optimizer.inner_optimizer, self._name)
+            return neutral
+        return getattr(optimizer.inner_optimizer, name)
 
-    def __set__(self, optimizer: Any, value: T) -> None:
+    def write(optimizer: Any, value: Any) -> None:
         if _has_inner(optimizer):  # Keras's constructor sets its own defaults before
-            setattr(optimizer.inner_optimizer, self._name, value)
+            setattr(optimizer.inner_optimizer, name, value)
+
+    return property(read, write)
 
 
 def _has_inner(optimizer: Any) -> bool:
@@ -62,14 +51,14 @@ def _has_inner(optimizer: Any) -> bool:
 class WrapsInner(BaseLossScaleOptimizer):
     """Keras's LossScaleOptimizer, corrected where it leaves things to its inner optimizer."""
 
-    weight_decay = InnerSetting[float | None](None)
-    clipnorm = InnerSetting[float | None](None)
-    global_clipnorm = InnerSetting[float | None](None)
-    clipvalue = InnerSetting[float | None](None)
-    use_ema = InnerSetting[bool](False)
-    ema_momentum = InnerSetting[float](0.99)
-    ema_overwrite_frequency = InnerSetting[int | None](None)
-    gradient_accumulation_steps = InnerSetting[int | None](None)
+    weight_decay: float | None = _inner_setting("weight_decay", None)
+    clipnorm: float | None = _inner_setting("clipnorm", None)
+    global_clipnorm: float | None = _inner_setting("global_clipnorm", None)
+    clipvalue: float | None = _inner_setting("clipvalue", None)
+    use_ema: bool = _inner_setting("use_ema", False)
+    ema_momentum: float = _inner_setting("ema_momentum", 0.99)
+    ema_overwrite_frequency: int | None = _inner_setting("ema_overwrite_frequency", None)
+    gradient_accumulation_steps: int | None = _inner_setting("gradient_accumulation_steps", None)
     builds_base = False  # True while Keras's base class builds itself
     half_memory: HalfMemory  # how variables in half precision are updated
     rounding_seed: Variable | None = None

@@ -142,8 +142,7 @@ class LossScaleOptimizer(WrapsInner):
             return
         var_list = list(var_list)
         arguments.refuse_complex(var_list)
-        arguments.warn_of_unscaled_float16(self.loss_scale, var_list)
-        arguments.refuse_float16_on_tpu(var_list)
+        arguments.check_float16(self.loss_scale, var_list)
         scale_was_read = self.scale_was_read
         super().build(var_list)
         self.scale_was_read = scale_was_read  # TensorFlow's tracking reads what is set
@@ -198,7 +197,12 @@ class LossScaleOptimizer(WrapsInner):
         if not grads:
             return
         if not self.built:
-            self.build(arguments.needed_to_build(trainable_variables))
+            if trainable_variables is None:
+                raise ValueError(
+                    "`apply` needs `trainable_variables` when the optimizer is not built yet. Pass "
+                    "them, or call optimizer.build(model.trainable_variables) first."
+                )
+            self.build(trainable_variables)
         variables = list(trainable_variables or self.scaled_step.variables)
         rows = keras_optimizer.rows_of(self, variables)
         arguments.refuse_unknown(variables, rows)
@@ -263,11 +267,8 @@ class LossScaleOptimizer(WrapsInner):
         arguments.telemetry_of(self, "gradient_report")
         return read_report(self)
 
-    def save_own_variables(self, store: Any) -> None:
-        checkpoint.save_own_variables(self, store)
-
-    def load_own_variables(self, store: Any) -> None:
-        checkpoint.load_own_variables(self, store)
+    save_own_variables = checkpoint.save_own_variables
+    load_own_variables = checkpoint.load_own_variables
 
     def state(self) -> dict[str, Any]:
         """Return the loss scale's state as `torch.amp.GradScaler.state_dict()` does."""

@@ -66,7 +66,7 @@ class _Rule:
 
     def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
         """Count the step; the scale stays."""
-        return _counted(state, finite)
+        return counted_step(state, finite)
 
     def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
         """Return `loss * state.scale`, in at least float32 (float16 would end at 65504)."""
@@ -274,7 +274,8 @@ def _operations(state: ScaleState, finite: Tensor) -> Any:
     return np if isinstance(finite, np.bool_) and isinstance(state.scale, ON_HOST) else ops
 
 
-def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
+def counted_step(state: ScaleState, finite: Tensor) -> ScaleState:
+    """The state after a step, at the same scale."""
     xp = _operations(state, finite)
     return ScaleState(
         scale=xp.array(state.scale, "float32"),
@@ -284,7 +285,7 @@ def _counted(state: ScaleState, finite: Tensor) -> ScaleState:
 
 
 def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> ScaleState:
-    xp, counted = _operations(state, finite), _counted(state, finite)
+    xp, counted = _operations(state, finite), counted_step(state, finite)
     growth_factor, backoff_factor = factors
     growth_interval, hysteresis, min_scale, max_scale = limits
     grow, scale = counted.finite_steps >= growth_interval, counted.scale

@@ -16,9 +16,9 @@ from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._keras.optimizer import layouts_of
 from kmp.half_memory import gradient_dtypes
 from kmp.health.measure import Part
-from kmp.health.plan import Gradients, Kind, Look, MeasurePlan, look, take_sample
+from kmp.health.plan import Gradients, Kind, Look, MeasurePlan, look, refilled, take_sample
 from kmp.health.telemetry import Telemetry
-from kmp.precision.trees import map_gradients
+from kmp.precision.trees import cast_floats
 from kmp.scaling.inner import DroppedWindow
 from kmp.scaling.rules import (
     ON_HOST,
@@ -45,12 +45,6 @@ class Counters:
     def state(self) -> ScaleState:
         """What the rule's `next` takes."""
         return ScaleState(*_backend.read(None, [self.scale, self.finite_steps, self.overflows]))
-
-    def at_start(self) -> tuple[ScaleState, Tensor]:
-        """The state, and int32[]: the number of the present step, counted from 1."""
-        variables = [self.scale, self.finite_steps, self.overflows, self.steps]
-        *state, steps = _backend.read(None, variables)
-        return ScaleState(*state), ops.cast(steps, "int32") + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +86,8 @@ class ScaledStep:
             return _unscaled(rule, scaled, kinds, self.counters.state)
 
         true = replicas.on_each(divide, scaled)
-        before, step = self.counters.at_start()
+        before = self.counters.state
+        step = ops.cast(ops.convert_to_tensor(self.counters.steps), "int32") + 1  # its number
         in_xla = _backend.inside_xla()
         traced = in_xla and not _backend.is_concrete(before.scale)
         plan = self.plan if traced else self.plan.eagerly
@@ -208,15 +203,16 @@ def _unscaled(
             return scaled
         if kind.dtype is None:
             return divided
-        return map_gradients(functools.partial(ops.cast, dtype=kind.dtype), divided)
+        return cast_floats(divided, kind.dtype)
 
     return list(map(true, scaled, rule.unscale(scaled, state), kinds))
 
 
 def _divided_parts(rule: LossScale, parts: Sequence[Part], scale: Sequence[Tensor]) -> list[Part]:
     kinds: list[Any] = [part.kind for part in parts]
-    values = _unscaled(rule, [part.values for part in parts], kinds, ScaleState(*scale))
-    return [part._replace(values=x) for part, x in zip(parts, values, strict=True)]
+    return refilled(
+        parts, _unscaled(rule, [part.values for part in parts], kinds, ScaleState(*scale))
+    )
 
 
 def plan_for(

@@ -139,9 +139,9 @@ def test_select_tree_takes_a_traced_condition(mode):
     np.testing.assert_array_equal(compiled(largest, mode)(x, y), [1.0, 5.0])
 
 
-def test_map_gradients_leaves_none_and_integers():
-    count = ops.array([3], "int32")
-    doubled = trees.map_gradients(lambda x: x * 2, [None, count, ops.array([1.5])])
+def test_multiply_leaves_none_and_integers():
+    count, rule = ops.array([3], "int32"), kmp.StaticLossScale(2)
+    doubled = rule.scale([None, count, ops.array([1.5])], rule.init())
     assert doubled[0] is None
     assert doubled[1] is count
     np.testing.assert_array_equal(ops.convert_to_numpy(doubled[2]), [3.0])

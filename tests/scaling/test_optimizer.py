@@ -117,7 +117,7 @@ NESTED = "must not scale the loss itself"
     "build, message",
     [
         (lambda: kmp.scaled(kmp.scaled("sgd")), rf"{NESTED}.*Pass its `inner_optimizer`"),
-        (lambda: kmp.scaled(k.LossScaleOptimizer(k.SGD())), rf"{NESTED}.*around SGD"),
+        (lambda: kmp.scaled(k.LossScaleOptimizer(k.SGD())), rf"{NESTED}.*: LossScaleOptimizer"),
         (lambda: kmp.LossScaleOptimizer(kmp.scaled("sgd")), NESTED),
         (lambda: kmp.scaled(SelfScaling()), rf"{NESTED}.*SelfScaling.*overrides `scale_loss`"),
         (lambda: kmp.scaled(k.SGD(loss_scale_factor=8.0)), r"kmp.scaled\(SGD, loss_scale=8.0"),
