@@ -176,9 +176,8 @@ class LossScaleOptimizer(WrapsInner):
         if not self.built:
             return self.loss_scale.scale(loss, self.loss_scale.init())
         counters = self.scaled_step.counters
-        state = counters.state
         _backend.note_loss(counters.loss_nonfinite, functools.partial(all_finite, loss))
-        return self.loss_scale.scale(loss, state)
+        return self.loss_scale.scale(loss, counters.state)
 
     def apply(
         self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None

@@ -265,8 +265,7 @@ def _initial_state(scale: float) -> ScaleState:
 def _multiplied(tree: Tree, factor: Tensor) -> Tree:
     if isinstance(tree, list) and all(x is None or hasattr(x, "dtype") for x in tree):
         return _backend.multiply(tree, factor)  # what a step multiplies needs no flattening
-    products = _backend.multiply(keras.tree.flatten(tree), factor)
-    return keras.tree.pack_sequence_as(tree, products)
+    return keras.tree.pack_sequence_as(tree, _backend.multiply(keras.tree.flatten(tree), factor))
 
 
 def _operations(state: ScaleState, finite: Tensor) -> Any:
