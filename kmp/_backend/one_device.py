@@ -14,10 +14,16 @@ class OneReplica:
 
     Args:
         update_if: the backend's way to update variables under a condition; see the method.
+        knows_loss: whether it would know of a loss that is not finite, wherever that is computed.
+            If not, nothing but the gradients may move the scale: all processes have the same.
     """
 
-    def __init__(self, update_if: Callable[[Tensor, Any, list[Gradient], list[Variable]], None]):
-        self._update_if = update_if
+    def __init__(
+        self,
+        update_if: Callable[[Tensor, Any, list[Gradient], list[Variable]], None],
+        knows_loss: bool = True,
+    ):
+        self._update_if, self.knows_loss = update_if, knows_loss
 
     def on_each(self, function: Callable, *args: Any) -> Any:
         """Call a function of gradients on each replica."""

@@ -109,7 +109,7 @@ class ScaledStep:
         if self.window is not None:
             applies = ops.logical_and(seen.finite, self.window.admits())
         replicas.update_if(applies, self.inner, true, variables)
-        self._record(plan, rule, seen, applies)
+        self._record(plan, rule, seen, applies, replicas.knows_loss)
 
     def forget_scale_of(self, before: ScaleState, nonfinite: Tensor) -> None:
         """If the last step's loss was `nonfinite`, bool[], undo what the step did to the scale.
@@ -136,14 +136,16 @@ class ScaledStep:
         held = ((i, x) for i, x in enumerate(rows) if x is not None and sizes[i])
         return [Part(x, (i,), False, is_dense=dense[i]) for i, x in held]
 
-    def _record(self, plan: MeasurePlan, rule: LossScale, seen: Look, applied: Tensor) -> None:
+    def _record(
+        self, plan: MeasurePlan, rule: LossScale, seen: Look, applied: Tensor, knows_loss: bool
+    ) -> None:
         """Write the next scale, the counters and the measurements."""
         counters, (step, *state) = self.counters, seen.numbers
         before = ScaleState(*state)
         largest = () if seen.max_abs is None else (seen.max_abs,)
         after = _next_state(rule, before, seen.finite, *largest)
         nonfinite = ~(seen.finite | seen.loss_finite)
-        if not seen.on_host or nonfinite:
+        if knows_loss and (not seen.on_host or nonfinite):
             after = _kept_if(nonfinite, before, after)
         if self.telemetry and (not seen.on_host or seen.due_levels):
             self.telemetry.record(plan, seen, step, before.scale, self._weights)

@@ -3,8 +3,8 @@
     python worker_torch.py RANK MEETING_POINT RESULTS.jsonl REDUCTION WINDOW CASE...
 
 See worker_tensorflow.py for CASE and RESULTS. REDUCTION says who averages the gradients: "ddp",
-"all_reduce" (this loop), "none", or "fit" for none in a `fit` on each process at the end, with one
-`log_dir` beside RESULTS. WINDOW is the number of micro-batches in a step.
+"nan_loss" (the same, and bad batches have a loss of NaN), "all_reduce" (this loop), "none", or "fit"
+for none in a `fit` on each process at the end, with one `log_dir` beside RESULTS. WINDOW is the number of micro-batches in a step.
 """
 
 import datetime
@@ -33,11 +33,13 @@ def main(rank, meeting_point, results, reduction, window, *cases):
     inner = keras.optimizers.SGD(0.5, momentum=0.5, gradient_accumulation_steps=steps)
     optimizer = kmp.LossScaleOptimizer(inner, initial_scale=1024.0)
     optimizer.build(model.trainable_variables)
-    forward = torch.nn.parallel.DistributedDataParallel(model) if reduction == "ddp" else model
+    is_ddp = reduction in ("ddp", "nan_loss")
+    forward = torch.nn.parallel.DistributedDataParallel(model) if is_ddp else model
     for case in cases:
         x = np.float32([[1.0 + int(rank), -0.5]])
         if rank in case:
-            x[0, 1] = 1e37  # the loss is finite, its scaled gradient is not
+            # The loss is finite, its scaled gradient is not; or both are NaN.
+            x[0, 1] = np.nan if reduction == "nan_loss" else 1e37
         model.zero_grad()
         optimizer.scale_loss(forward(torch.from_numpy(x)).sum()).backward()
         gradients = [v.value.grad for v in model.trainable_variables]

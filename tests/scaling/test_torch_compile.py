@@ -125,17 +125,16 @@ def test_a_watcher_names_the_bad_batch():
 
 
 @pytest.mark.parametrize(
-    "dtype, arguments, processes, number",
+    "dtype, arguments, number",
     [
-        ("float32", {}, False, 0),
-        ("bfloat16", {}, False, 1),
-        ("float32", {"slot_dtype": "bfloat16"}, False, 1),
-        ("float32", {}, True, 1),
+        ("float32", {}, 0),
+        ("bfloat16", {}, 1),
+        ("float32", {"slot_dtype": "bfloat16"}, 1),
     ],
-    ids=["float32", "half_weights", "half_slots", "processes"],
+    ids=["float32", "half_weights", "half_slots"],
 )
-def test_what_is_left_uncompiled(monkeypatch, dtype, arguments, processes, number):
-    """Half precision, which would take minutes to compile, and processes that share a verdict."""
+def test_what_is_left_uncompiled(monkeypatch, dtype, arguments, number):
+    """Half precision, which would take minutes to compile."""
     import torch
 
     from kmp._backend.torch import core
@@ -148,7 +147,6 @@ def test_what_is_left_uncompiled(monkeypatch, dtype, arguments, processes, numbe
     uncompiled = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(core, "_uncompiled", run)
-    monkeypatch.setattr(core, "_with_other_processes", lambda: processes)
     weight = keras.Variable(np.ones(3), dtype=dtype)
     optimizer = kmp.scaled("adam", "none", learning_rate=0.1, **arguments)
     optimizer.apply([torch.ones(3, dtype=getattr(torch, dtype))], [weight])

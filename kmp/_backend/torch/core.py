@@ -95,17 +95,11 @@ def _isfinite(x: Tensor) -> Tensor:
 def flags(
     number: Tensor, loss_nonfinite: Tensor, *others: Tensor
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    # With `torch.distributed` initialised, they hold for all processes. All that they are made of
-    # comes to the host in one go, the one synchronisation of the step, as in PyTorch's own scaler.
-    # In a step that `torch.compile` compiles they stay on the device.
-    counts = [number, loss_nonfinite]
-    if _with_other_processes():
-        totals = torch.stack([x.to(torch.float32) for x in counts])
-        torch.distributed.all_reduce(totals, op=torch.distributed.ReduceOp.SUM)
-        counts = list(totals)
+    # All that they are made of comes to the host in one go, the one synchronisation of the step, as
+    # in PyTorch's own scaler. In a step that `torch.compile` compiles they stay on the device.
     if torch.compiler.is_compiling():
-        return counts[0] == 0, counts[1] == 0, others
-    number, loss_nonfinite, *read = _on_host([*counts, *others])
+        return number == 0, loss_nonfinite == 0, others
+    number, loss_nonfinite, *read = _on_host([number, loss_nonfinite, *others])
     return number == 0, loss_nonfinite == 0, read
 
 
@@ -161,16 +155,14 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
 def run_step(
     step: Callable[..., None], gradients: list[Tensor], variables: list[Variable], inner: Any
 ) -> None:
-    # DistributedDataParallel has summed the gradients.
-    update = _update_if
+    # DistributedDataParallel has summed the gradients: where one process has inf or NaN, all have.
+    knows_loss, update = not _with_other_processes(), _update_if
     if torch.compiler.is_compiling():
-        half = any(v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables))
-        if half or _with_other_processes():
-            # Half precision is updated through views, which take minutes to compile; processes
-            # wait for each other.
-            return _uncompiled(step, OneReplica(update), gradients, variables)
+        if any(v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables)):
+            # Half precision is updated through views, which take minutes to compile.
+            return _uncompiled(step, OneReplica(update, knows_loss), gradients, variables)
         update = _update_masked
-    step(OneReplica(update), gradients, variables)
+    step(OneReplica(update, knows_loss), gradients, variables)
 
 
 @torch.compiler.disable
