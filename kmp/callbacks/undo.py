@@ -44,14 +44,21 @@ def protected_step(
         tracker: the loss tracker that the model has while this step is compiled.
     """
 
-    def tracked(*args: Any) -> Any:
-        with tracker.training():
-            return train_step(*args)
-
     optimizer = model.optimizer
+    is_kmps = _is_kmps(optimizer)
+
+    def tracked(*args: Any) -> Any:
+        if is_kmps:
+            optimizer.scale_was_read = False
+        with tracker.training():
+            logs = train_step(*args)
+        if is_kmps:
+            optimizer.step_scales_loss = optimizer.scale_was_read
+        return logs
+
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return tracked  # which skips nothing
-    told_late = _is_kmps(optimizer) and not _backend.SEES_LOSS
+    told_late = is_kmps and not _backend.SEES_LOSS
 
     def before() -> _Kept:
         variables = _undone_by_a_skip(model, tracker)

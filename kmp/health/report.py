@@ -235,7 +235,8 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
     values = transfer(_backend.read(model, [optimizer.scale_variable, *counters, *tables]))
     scale, step, skipped, in_a_row, sampling, matrix, events, details = values
     measured_step, details_step = sampling.tolist()[2:]
-    paths = optimizer.variable_paths
+    paths, step_scales = optimizer.variable_paths, optimizer.step_scales_loss
+    is_scaled = optimizer.scale_was_read if step_scales is None else step_scales
     overflows = tuple(
         OverflowEvent(int(at), its_scale, paths[int(first)], int(number), bool(finite))
         for at, its_scale, first, number, finite in events.tolist()
@@ -251,7 +252,7 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
         events=overflows,
         measured_step=measured_step,
         details=details if details_step else None,
-        loss_is_scaled=optimizer.scale_was_read or not optimizer.divides_gradients,
+        loss_is_scaled=is_scaled or not optimizer.divides_gradients,
     )
 
 

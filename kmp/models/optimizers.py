@@ -154,6 +154,7 @@ def _with_inner(optimizer: LossScaleOptimizer, inner: Any) -> LossScaleOptimizer
     )
     new.measures_details = optimizer.measures_details
     new.scale_was_read = optimizer.scale_was_read
+    new.step_scales_loss = optimizer.step_scales_loss
     return new
 
 

@@ -63,10 +63,10 @@ class LossScaleOptimizer(WrapsInner):
         measures_details: bool, whether steps compiled from now on measure weights and updates.
         rounding_seed: int32[], seed of stochastic rounding, initially 0; None if all is float32.
         scale_was_read: bool, whether anything has read the scale, to scale a loss with it.
+        step_scales_loss: bool, the same of the last step under `kmp.protect`; None before one.
 
     Raises:
-        ValueError: if the inner optimizer scales the loss itself, or an argument is out of range.
-            (A `loss_scale_factor` of it is dropped without an error, as by Keras's class.)
+        ValueError: if the inner optimizer overrides `scale_loss`, or an argument is out of range.
 
     Warns:
         kmp.PrecisionWarning: if the first step applies gradients though nothing has read the scale.
@@ -107,6 +107,7 @@ class LossScaleOptimizer(WrapsInner):
         self.half_memory = HalfMemory(rounding, slot_dtype, bool(master_weights))
         self.variable_paths: tuple[str, ...] = ()
         self.scale_was_read, self._warned_of_unscaled_loss = False, False
+        self.step_scales_loss: bool | None = None
         self.measures_details = False
         self.telemetry: Telemetry | None = None
         self.window: DroppedWindow | None = None
@@ -120,6 +121,9 @@ class LossScaleOptimizer(WrapsInner):
     @dynamic_scale.setter
     def dynamic_scale(self, variable: Variable) -> None:  # Keras's `build` makes it
         self.scale_variable = variable
+
+    def __dir__(self) -> list[str]:  # Keras reads all of these when it saves: that scales no loss
+        return sorted({*super().__dir__()} - {"dynamic_scale", "scale_state"})
 
     @property
     def scale_state(self) -> ScaleState:
@@ -238,8 +242,7 @@ class LossScaleOptimizer(WrapsInner):
             update_freq: int >= 1, training steps between two measurements. The first 100 steps,
                 overflows and the step after each overflow are always measured.
             and_at: int, the number of one more step to measure, counted from 1; 0 for none.
-            details: bool, whether to measure weights, updates and exponents too, on samples of at
-                most 4,096 numbers a variable.
+            details: bool, whether to measure weights, updates and exponents too, on samples.
 
         Raises:
             ValueError: if `update_freq` is < 1, or the optimizer is not built or does not measure.
@@ -258,8 +261,7 @@ class LossScaleOptimizer(WrapsInner):
         Example:
 
         >>> optimizer = kmp.scaled("sgd", learning_rate=0.5)
-        >>> weight = keras.Variable([1.0, 2.0], name="weight")
-        >>> optimizer.build([weight])
+        >>> optimizer.build([keras.Variable([1.0, 2.0], name="weight")])
         >>> optimizer.gradient_report().paths
         ('weight',)
         """
@@ -294,7 +296,5 @@ class LossScaleOptimizer(WrapsInner):
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         config = copy.deepcopy(config)  # Keras replaces what it deserialises, in place
-        inner = keras.saving.deserialize_keras_object(
-            config.pop("inner_optimizer"), custom_objects=custom_objects
-        )
+        inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects)
         return cls(inner, **config)

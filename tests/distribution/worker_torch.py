@@ -3,8 +3,9 @@
     python worker_torch.py RANK MEETING_POINT RESULTS.jsonl REDUCTION WINDOW CASE...
 
 See worker_tensorflow.py for CASE and RESULTS. REDUCTION says who averages the gradients: "ddp",
-"nan_loss" (the same, and bad batches have a loss of NaN), "all_reduce" (this loop), "none", or "fit"
-for none in a `fit` on each process at the end, with one `log_dir` beside RESULTS. WINDOW is the number of micro-batches in a step.
+"nan_loss" (the same, and bad batches have a loss of NaN), "all_reduce" (this loop), "none", or
+"fit" for none in a `fit` on each process at the end, with one `log_dir` beside RESULTS. WINDOW is
+the number of micro-batches in a step.
 """
 
 import datetime

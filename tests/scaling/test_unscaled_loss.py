@@ -1,5 +1,6 @@
 """A train step that forgets to scale its loss is told so, by a warning and by the verdict."""
 
+import inspect
 import warnings
 
 import keras
@@ -89,6 +90,40 @@ def test_a_step_without_scale_loss_is_noticed(jit_compile):
     assert any("self.optimizer.scale_loss(loss)" in m for m in messages)
     assert watch.verdict.state == "STALLED"
     assert "divided by a loss scale of 32768" in watch.verdict.reason
+
+
+def save(model, path):
+    model.save(path / "model.keras")
+
+
+def log(model, path):
+    assert float(model.optimizer.dynamic_scale) == 32768
+
+
+@pytest.mark.parametrize("when", ["before", "in between"])
+@pytest.mark.parametrize("reads", [save, log])
+def test_who_saves_or_logs_the_scale_scales_no_loss(tmp_path, reads, when):
+    model = compiled(kmp.scaled("sgd"))
+    model.optimizer.build(model.trainable_variables)
+    watch = kmp.callbacks.GradientHealth()
+    at_end = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: reads(model, tmp_path))
+    if when == "before":
+        reads(model, tmp_path)
+    callbacks = [watch] if when == "before" else [watch, at_end]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = model.fit(X, Y, batch_size=8, epochs=3, callbacks=callbacks, verbose=0)
+    assert sum("nothing has scaled their loss" in str(w.message) for w in caught) == 1
+    assert list(map(str, history.history["verdict"])) == ["STALLED"] * 3
+
+
+def test_nor_does_who_looks_at_an_optimizer():
+    optimizer = kmp.scaled("sgd", learning_rate=0.1)
+    optimizer.build([keras.Variable([1.0])])
+    inspect.getmembers(optimizer)
+    assert not optimizer.scale_was_read
+    with pytest.warns(kmp.PrecisionWarning, match="nothing has scaled their loss"):
+        optimizer.apply([ops.ones(1)])
 
 
 @pytest.mark.parametrize("loss_scale", ["none", 1.0])
