@@ -5,11 +5,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from kmp._backend.types import Variable
 
 RECENT = 128  # losses that stay readable: far more than between two looks at the usual cadence
+# No finite loss yet. Neither NaN nor inf: JAX compares what processes assign, and NaN differs from
+# itself; TensorFlow's `enable_check_numerics` stops at both.
+_NONE_YET = float(np.finfo("float32").max)
 
 
 class LossTracker(keras.metrics.Metric):
@@ -29,7 +33,7 @@ class LossTracker(keras.metrics.Metric):
         counted_steps: int32[], steps that counted since training began.
         seen_steps: int32[], all training steps since then.
         nonfinite_losses: int32[], losses in a row up to now that were not finite.
-        latest: float32[], the last finite loss of this epoch; inf before there is one.
+        latest: float32[], the last finite loss of this epoch; float32's largest number before one.
     """
 
     def __init__(self, mean: keras.metrics.Mean):
@@ -44,7 +48,7 @@ class LossTracker(keras.metrics.Metric):
         self.latest = add("latest", "float32", aggregation="mean")
         self.counted_steps, self.seen_steps = add("counted_steps"), add("seen_steps")
         self.nonfinite_losses = add("nonfinite_losses")
-        self.latest.assign(float("inf"))
+        self.latest.assign(_NONE_YET)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -78,14 +82,15 @@ class LossTracker(keras.metrics.Metric):
 
     def reset_state(self) -> None:
         self.mean.reset_state()
-        # Not NaN: JAX compares what the processes assign, and NaN differs from itself.
-        self.latest.assign(float("inf"))
+        self.latest.assign(_NONE_YET)
 
     def result(self) -> Any:
         mean = self.mean.result()
-        latest = ops.cast(ops.convert_to_tensor(self.latest), mean.dtype)
-        lost = ops.where(ops.greater(self.nonfinite_losses.value, 0), float("nan"), mean)
-        latest = ops.where(ops.isfinite(latest), latest, lost)
+        latest = ops.convert_to_tensor(self.latest)
+        # NaN is computed where it is meant: `enable_check_numerics` takes none in a constant.
+        counts = ops.cast(ops.equal(self.nonfinite_losses.value, 0), mean.dtype)
+        lost = mean + (counts / counts - 1)
+        latest = ops.where(ops.less(latest, _NONE_YET), ops.cast(latest, mean.dtype), lost)
         return ops.where(ops.equal(self.mean.count, 0), latest, mean)
 
     @property

@@ -1,5 +1,6 @@
 """The epoch's averages are over the steps that counted, with any of the callbacks."""
 
+import contextlib
 import functools
 
 import keras
@@ -226,3 +227,36 @@ def test_sparse_gradients_under_accumulation():
     assert health.report.step == 4 and int(model.optimizer.iterations) == 2
     # Rows that no batch has asked for: two of five.
     assert list(health.report.column("zero_share").values()) == [np.float32(0.4)]
+
+
+@contextlib.contextmanager
+def nan_finder():
+    """What a backend has itself to stop at inf and NaN."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        tf.debugging.enable_check_numerics()
+        try:
+            yield
+        finally:
+            tf.debugging.disable_check_numerics()
+    elif BACKEND == "jax":
+        import jax
+
+        with jax.debug_nans(True), jax.debug_infs(True):
+            yield
+    else:
+        import torch
+
+        with torch.autograd.detect_anomaly(check_nan=True):
+            yield
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_the_nan_finder_of_a_backend_finds_nothing_in_a_sound_run():
+    x = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd"), "mse", jit_compile=False)
+    with nan_finder():
+        history = model.fit(x, x[:, :1], callbacks=[kmp.callbacks.GradientHealth()], verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
