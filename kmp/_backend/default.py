@@ -182,7 +182,7 @@ def are_dense(gradients: Sequence[Gradient]) -> list[bool]:
     return [True] * len(gradients)
 
 
-def read(model: Any, variables: list[Variable]) -> list[Tensor]:
+def read(model: Any, variables: list[Variable], each: bool = False) -> list[Tensor]:
     return [v.value for v in variables]
 
 

@@ -233,11 +233,11 @@ class Backend(Protocol):
     def hash_bits(self, x: Tensor) -> Tensor:
         """A bijection of int32[...] whose result looks random: the finalizer of MurmurHash3."""
 
-    def read(self, model: Any, variables: list[Variable]) -> list[Tensor]:
+    def read(self, model: Any, variables: list[Variable], each: bool = False) -> list[Tensor]:
         """The present values of variables of `model`, its optimizer or its metrics.
 
-        `model` is None inside a step, where variables hold their present values themselves.
-        Inside `fit` on JAX they live in the loop; asking a variable would bring all of them back.
+        `model` is None in a step. In `fit` on JAX they live in the loop, which a read of a variable
+        would end. `each` stacks those of TensorFlow's replicas; otherwise it is the first one's.
         """
 
     def to_host(self, x: Any) -> Any:

@@ -80,7 +80,7 @@ def lost_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -> lis
     pairs = [(v, layer) for layer in layers for v in state_of(layer)]
     pairs += [(v, None) for v in inner_optimizer_of(optimizer).variables]
     pairs = [(v, layer) for v, layer in pairs if is_float(v) and 0 not in v.shape]
-    values, found = _backend.read(model, [v for v, _ in pairs]), []
+    values, found = _backend.read(model, [v for v, _ in pairs], each=True), []
     flags = ops.convert_to_numpy(_backend.are_finite(values)) if values else ()
     for (v, layer), x, is_finite in zip(pairs, values, flags, strict=True):
         may_hold_inf = layer and not isinstance(layer, keras.layers.BatchNormalization)
@@ -102,7 +102,7 @@ class Variances:
         pairs = [(layer.moving_variance, layer.epsilon) for layer in norms if layer.built]
         if not pairs:
             return []
-        values = _backend.read(model, [v for v, _ in pairs])
+        values = _backend.read(model, [v for v, _ in pairs], each=True)
         found = []
         largest = ops.convert_to_numpy(_maxima(values)).tolist()
         for i, ((v, epsilon), now) in enumerate(zip(pairs, largest, strict=True)):

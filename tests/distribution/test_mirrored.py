@@ -198,3 +198,23 @@ def test_apply_in_cross_replica_context_is_refused():
     run.optimizer.scale_loss(1.0)
     with run.strategy.scope(), pytest.raises(ValueError, match="inside the function that you give"):
         run.optimizer.apply([tf.constant([1.0, 1.0])], [run.variable])
+
+
+@pytest.mark.parametrize("times, seen", [(1e30, "holds inf"), (1e9, "has grown from")])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_statistics_that_a_huge_batch_has_ruined_on_one_replica(replica, times, seen):
+    """Keras lets each replica have its own, and predicts with all of them."""
+    x = np.random.default_rng(0).normal(size=(1000, 3)).astype("float32")
+    y = x[:, :1].copy()
+    x[904 + 4 * replica] *= times
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        model.compile(kmp.scaled("adam"), "mse")
+    watch = kmp.callbacks.GradientHealth()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    with pytest.warns(kmp.PrecisionWarning, match="UNSTABLE in .*/moving_variance: "):
+        model.fit(data, callbacks=[watch], shuffle=False, verbose=0)
+    assert seen in watch.verdict.reason
+    ruined = [np.max(v.numpy()) > 1e9 for v in model.layers[0].moving_variance.value.values]
+    assert ruined == [replica == 0, replica == 1]

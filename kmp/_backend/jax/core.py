@@ -89,7 +89,7 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
     return jax.lax.cond(pred, compute, lambda: otherwise)
 
 
-def read(model: Any, variables: list[Variable]) -> list[Tensor]:
+def read(model: Any, variables: list[Variable], each: bool = False) -> list[Tensor]:
     state = getattr(model, "_jax_state", None)
     if not state or model._jax_state_synced:
         return [v.value for v in variables]

@@ -234,7 +234,9 @@ def kept_values(variables: Sequence[Variable]) -> list[Tensor]:
     return [tf.identity(v.value) for v in variables]
 
 
-def read(model: Any, variables: list[Variable]) -> list[Tensor]:
+def read(model: Any, variables: list[Variable], each: bool = False) -> list[Tensor]:
+    if each:
+        return [tf.stack(getattr(v.value, "values", [v.value])) for v in variables]
     return [tf.convert_to_tensor(v.value) for v in variables]
 
 
