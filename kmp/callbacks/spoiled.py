@@ -83,7 +83,8 @@ def lost_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -> lis
     values, found = _backend.read(model, [v for v, _ in pairs], each=True), []
     flags = ops.convert_to_numpy(_backend.are_finite(values)) if values else ()
     for (v, layer), x, is_finite in zip(pairs, values, flags, strict=True):
-        may_hold_inf = layer and not isinstance(layer, keras.layers.BatchNormalization)
+        is_statistic = isinstance(layer, keras.layers.BatchNormalization) or _is_torchs(v)
+        may_hold_inf = layer and not is_statistic
         if not is_finite and (not may_hold_inf or bool(ops.any(ops.isnan(x)))):
             reason = f"{_name(v)} holds inf or NaN"
             found.append(Spoiled(v.path, reason, of_layer=layer is not None))
@@ -100,6 +101,8 @@ class Variances:
         """Compare with the last sound values. A variance that has grown keeps its old reference."""
         norms = (x for x in layers if isinstance(x, keras.layers.BatchNormalization))
         pairs = [(layer.moving_variance, layer.epsilon) for layer in norms if layer.built]
+        state = (v for layer in layers for v in state_of(layer))
+        pairs += [(v, 1e-5) for v in state if _is_torchs(v)]
         if not pairs:
             return []
         values = _backend.read(model, [v for v, _ in pairs], each=True)
@@ -118,6 +121,11 @@ class Variances:
 @_backend.compiled
 def _maxima(values: Sequence[Tensor]) -> Tensor:
     return ops.stack([ops.cast(ops.max(x), "float32") for x in values])
+
+
+def _is_torchs(variable: Any) -> bool:
+    """Whether it is the moving variance of one of PyTorch's own batch normalizations."""
+    return variable.path.endswith("/running_var")
 
 
 def _name(variable: Any) -> str:

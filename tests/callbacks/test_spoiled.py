@@ -138,3 +138,43 @@ def test_terminate_on_nan_stops_for_it():
     stop = kmp.callbacks.TerminateOnNaN()
     fit(model, steps=4, watch=stop)
     assert stop.stopped_because is None
+
+
+def module_model():
+    """A module of PyTorch's, with buffers of its own, in a Keras model."""
+    import torch
+
+    class Wrapped(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+            self.head = keras.layers.Dense(1)
+
+        def call(self, x, training=None):
+            return self.head(self.body(x))
+
+    model = Wrapped()
+    model(np.zeros((2, 3)))
+    model.compile(kmp.scaled("adam"), "mse")
+    return model
+
+
+@pytest.mark.only("torch")
+def test_a_skipped_step_leaves_the_buffers_of_modules_alone():
+    model, sound = module_model(), module_model()
+    fit(sound, steps=20)
+    with pytest.warns(kmp.PrecisionWarning, match="FORWARD-NAN"):
+        fit(model, steps=20, times=np.nan, of=10)
+    norm = model.body.module[1]
+    assert int(model.optimizer.skipped_steps) == 1
+    assert int(sound.body.module[1].num_batches_tracked - norm.num_batches_tracked) == 1
+    assert bool(ops.all(ops.isfinite(norm.running_var)))
+
+
+@pytest.mark.only("torch")
+def test_buffers_of_modules_that_one_huge_batch_has_ruined():
+    model = module_model()
+    with ruined("running_var"):
+        watch = fit(model, times=1e9, of=160)
+    assert int(model.optimizer.skipped_steps) == 0
+    assert "running_var has grown from" in watch.verdict.reason
