@@ -140,7 +140,7 @@ class Backend(Protocol):
         """
 
     def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
-        """Record whether a loss is finite. Does nothing on JAX or with several replicas."""
+        """Record whether a loss is finite, with replicas that of each. Does nothing on JAX."""
 
     # ---- Keras's training loop -------------------------------------------------------------------
 

@@ -6,6 +6,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras import ops
+
 from kmp._backend.types import Gradient, Tensor, Variable
 
 
@@ -32,6 +34,10 @@ class OneReplica:
     def local(self, gradients: list[Gradient]) -> list[Gradient]:
         """The gradients of the first replica in this process."""
         return gradients
+
+    def loss_nonfinite(self, variable: Variable) -> Tensor:
+        """float32[], above 0 if the loss is known not to be finite, as `note_loss` has noted."""
+        return ops.convert_to_tensor(variable)
 
     def update_if(
         self, keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]

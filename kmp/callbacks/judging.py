@@ -16,6 +16,7 @@ from kmp.health.telemetry import FIRST_STEPS, NUM_EVENTS
 from kmp.scaling.rules import DynamicLossScale
 
 _NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
+_GROWN = 100  # how many times as large a gradient has to be to count as exploding
 _FELT = 1e-6  # share of a weight that float32 does not round away
 _SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round away
 
@@ -240,8 +241,13 @@ def _own_rate(rule: Any) -> float:
 
 
 def _explodes(evidence: Evidence) -> Verdict | None:
-    report, limits = evidence.report, evidence.limits
-    if report.grad_norm > limits.max_grad_norm:
+    report, limits, settled = evidence.report, evidence.limits, evidence.settled
+    # A loss in large units has large gradients: they are sound if they are what they were, and the
+    # optimizer makes updates of the usual size of them.
+    has_grown = settled and report.grad_norm > _GROWN * settled.grad_norm
+    known = evidence.update_ratios or list(report.update_ratio.values())
+    moves_far = not known or 10 ** float(np.median(known)) > (limits.max_update_ratio or math.inf)
+    if report.grad_norm > limits.max_grad_norm and (has_grown or moves_far):
         norms = report.column("l2_norm")
         return Verdict(
             "UNSTABLE",

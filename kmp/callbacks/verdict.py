@@ -101,8 +101,9 @@ class Limits:
         min_grad_norm: float >= 0, the l2 norm below which the gradient of a variable is reported as
             vanishing; in true units (after division by the loss scale). Source: ours, as
             `max_grad_norm`.
-        max_grad_norm: float > `min_grad_norm`, the l2 norm above which a gradient is exploding, and
-            the run UNSTABLE; in true units.
+        max_grad_norm: float > `min_grad_norm`, the l2 norm above which a gradient is exploding, in
+            true units. The run is UNSTABLE if the norm is also 100 times what it was, or updates
+            exceed `max_update_ratio`: a loss in large units has large gradients throughout.
         max_overflow_rate: float, share of skipped steps above which a run is UNSTABLE, after the
             first 100 steps, among the last 200. At least 5 steps are needed as well, and five times
             the share that the rule itself costs (about 1 / `growth_interval`) or, if that is less,

@@ -101,7 +101,7 @@ class ScaledStep:
         else:
             gradients = Gradients(parts(true))
         due = self.telemetry.at_start() if self.telemetry else None
-        loss_nonfinite = ops.convert_to_tensor(self.counters.loss_nonfinite)
+        loss_nonfinite = replicas.loss_nonfinite(self.counters.loss_nonfinite)
         seen = look(plan, gradients, loss_nonfinite, [step, *before], due)
         if self.telemetry and measures_details and (not seen.on_host or seen.due_details):
             seen = take_sample(plan, seen, parts(scaled), self._weights())

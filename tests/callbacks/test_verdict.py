@@ -13,6 +13,7 @@ from kmp.callbacks.evidence import Evidence
 from kmp.callbacks.judging import judge
 from kmp.callbacks.standstill import Weight
 from kmp.callbacks.verdict import STATES
+from kmp.health.details import BINS, COLUMNS
 from kmp.health.report import OverflowEvent
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without")
@@ -377,3 +378,33 @@ def test_updates_that_are_too_large():
 
     assert found(10).state == "UNSTABLE" and "0.32 of their norm" in found(10).reason
     assert found(9).state == "HEALTHY"
+
+
+def of_norm(step, norm, update):
+    """Two variables with weights of norm 1."""
+    details = np.zeros((2, len(COLUMNS) + BINS), "float32")
+    details[:, COLUMNS.index("weight_norm")] = 1
+    details[:, COLUMNS.index("update_norm")] = update
+    health = np.float32([[norm, norm, 0, 0, 0], [0, 0, 0, 0, 0]])
+    return kmp.GradientReport(("a", "b"), health, 1024.0, step, 0, 0, details=details)
+
+
+@pytest.mark.parametrize(
+    "before, norm, update, state",
+    [
+        (1e6, 1e6, 1e-3, "HEALTHY"),  # a loss in dollars
+        (None, 1e6, 1e-3, "HEALTHY"),
+        (1e6, 1e6, 0.5, "UNSTABLE"),
+        (1e4, 2e6, 1e-3, "UNSTABLE"),
+        (1e4, 0.5e6, 1e-3, "HEALTHY"),
+        (1.0, 9e3, 1e-3, "HEALTHY"),
+        (None, 1e6, 0.0, "UNSTABLE"),  # nobody knows the update: the step was skipped
+    ],
+)
+def test_large_gradients_are_sound_if_they_were_so_and_move_the_weights_as_usual(
+    before, norm, update, state
+):
+    settled = before and of_norm(200, before, 1e-3)
+    found = judge(Evidence(of_norm(400, norm, update), settled=settled, rule=kmp.NoOpLossScale()))
+    assert found.state == state, str(found)
+    assert state == "HEALTHY" or found.blame == "a"

@@ -218,3 +218,39 @@ def test_statistics_that_a_huge_batch_has_ruined_on_one_replica(replica, times, 
     assert seen in watch.verdict.reason
     ruined = [np.max(v.numpy()) > 1e9 for v in model.layers[0].moving_variance.value.values]
     assert ruined == [replica == 0, replica == 1]
+
+
+@pytest.mark.parametrize("merge", [True, False], ids=["merge", "no_merge"])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_loss_that_is_nan_on_one_replica_leaves_the_scale_alone(replica, merge):
+    x = np.ones((64, 3), "float32")
+    x[24 + 4 * replica] = np.nan
+    strategy = mirrored(2)
+    with contextlib.nullcontext() if merge else no_merge_call(strategy), strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(kmp.scaled("sgd"), "mse")
+        watch = kmp.callbacks.GradientHealth()
+        data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
+        with pytest.warns(
+            kmp.PrecisionWarning, match="FORWARD-NAN: the loss was not finite in 1 of"
+        ):
+            model.fit(data, callbacks=[watch], shuffle=False, verbose=0)
+    assert (watch.report.skipped_steps, watch.report.loss_scale) == (1, 2.0**15)
+    assert [event.step for event in watch.report.events] == [4]
+
+
+def test_what_another_function_has_noted_is_left_out():
+    """A scale_loss whose step is traced elsewhere, or never."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        weight = keras.Variable([1.0])
+        optimizer = kmp.scaled("sgd", learning_rate=0.5)
+        optimizer.build([weight])
+
+    @tf.function
+    def run(function):
+        return strategy.run(function)
+
+    run(lambda: optimizer.scale_loss(tf.constant(np.nan)))
+    run(lambda: optimizer.apply([tf.constant([2.0**15])]))
+    assert weight.numpy() == [0.0]  # each replica brings a gradient of 1

@@ -14,7 +14,7 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 
 from kmp._backend import default
 from kmp._backend.one_device import OneReplica
-from kmp._backend.tensorflow.distribute import keep_old_values, step_on_replicas
+from kmp._backend.tensorflow import distribute
 from kmp._backend.tensorflow.masked import masked_assignments
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
@@ -125,9 +125,10 @@ def after(finite: Tensor, sample: Tensor) -> Tensor:
 
 
 def note_loss(variable: Variable, is_finite: Callable[[], Tensor]) -> None:
-    if not tf.distribute.has_strategy():
-        nonfinite = tf.logical_not(is_finite())
-        variable.assign(tf.maximum(variable.value, tf.cast(nonfinite, "float32")))
+    nonfinite = tf.cast(tf.logical_not(is_finite()), "float32")
+    if tf.distribute.has_strategy():
+        return distribute.note_loss_of_replica(variable, nonfinite)
+    variable.assign(tf.maximum(variable.value, nonfinite))
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -183,7 +184,7 @@ def run_step(
 ) -> None:
     gradients = [_of_known_shape(x, v) for x, v in zip(gradients, variables, strict=True)]
     if tf.distribute.has_strategy():
-        step_on_replicas(step, gradients, variables)
+        distribute.step_on_replicas(step, gradients, variables)
     else:
         step(OneReplica(update_if), gradients, variables)
 
@@ -250,7 +251,7 @@ def keep_old_unless(applied: Tensor, variables: Sequence[Variable], old: Sequenc
         mine = [pair for pair, is_own in zip(pairs, own, strict=True) if is_own]
         shared = [pair for pair, is_own in zip(pairs, own, strict=True) if not is_own]
         default.keep_old_unless(applied, [v for v, _ in mine], [x for _, x in mine])
-        keep_old_values(applied, [v for v, _ in shared], [x for _, x in shared])
+        distribute.keep_old_values(applied, [v for v, _ in shared], [x for _, x in shared])
     elif inside_xla():
         default.keep_old_unless(applied, variables, old)
     else:

@@ -21,6 +21,23 @@ from kmp._backend.types import Gradient, Tensor, Variable
 
 _lock = threading.Lock()
 _replicas_within: collections.Counter[int] = collections.Counter()  # by the optimizer's id
+_noted = threading.local()  # of this replica, whose thread it is, by the keys of variables
+
+
+def note_loss_of_replica(variable: Variable, nonfinite: Tensor) -> None:
+    """Keep until this replica's step whether its loss, which is then reduced, is not finite."""
+    vars(_noted)[_key(variable)] = nonfinite
+
+
+def _key(variable: Variable) -> str:
+    return str(id(variable))
+
+
+def _taken() -> dict[str, Tensor]:
+    """What this replica has noted in the function that is being traced, once."""
+    found, graph = dict(vars(_noted)), tf.compat.v1.get_default_graph()
+    vars(_noted).clear()
+    return {k: x for k, x in found.items() if not tf.is_symbolic_tensor(x) or x.graph is graph}
 
 
 def step_on_replicas(
@@ -42,20 +59,42 @@ def step_on_replicas(
             "context of a tf.distribute strategy. Call it inside the function that you give to "
             "strategy.run(...)."
         )
-    gradients = _all_reduced(gradients)
+    noted = _taken()
+    reduced = _all_reduced([*gradients, *noted.values()])
+    gradients, losses = reduced[: len(gradients)], reduced[len(gradients) :]
     if not merges_replicas():
-        step(OneReplica(_update_by_selects), gradients, variables)
+        step(
+            _Knowing(_update_by_selects, dict(zip(noted, losses, strict=True))),
+            gradients,
+            variables,
+        )
         return
-    tf.distribute.get_replica_context().merge_call(
-        lambda strategy, *args: step(_MergedReplicas(strategy), *args), args=(gradients, variables)
-    )
+
+    def merged(strategy: Any, gradients: list, variables: list, losses: list) -> None:
+        known = [strategy.experimental_local_results(x)[0] for x in losses]
+        replicas = _MergedReplicas(strategy, dict(zip(noted, known, strict=True)))
+        step(replicas, gradients, variables)
+
+    replica = tf.distribute.get_replica_context()
+    replica.merge_call(merged, args=(gradients, variables, losses))
 
 
-class _MergedReplicas(OneReplica):
+class _Knowing(OneReplica):
+    """Knows whether the loss of any replica is not finite: `noted`, by the keys of variables."""
+
+    def __init__(self, update_if: Callable[..., None], noted: dict[str, Tensor]):
+        super().__init__(update_if)
+        self._losses = noted
+
+    def loss_nonfinite(self, variable: Variable) -> Tensor:
+        return self._losses.get(_key(variable), tf.zeros(()))
+
+
+class _MergedReplicas(_Knowing):
     """Runs the parts of a step from the cross-replica context."""
 
-    def __init__(self, strategy: Any):
-        super().__init__(self._update)
+    def __init__(self, strategy: Any, noted: dict[str, Tensor]):
+        super().__init__(self._update, noted)
         self._strategy = strategy
 
     def on_each(self, function: Callable, *args: Any) -> Any:
