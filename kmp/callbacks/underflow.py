@@ -12,6 +12,8 @@ from kmp.health.report import GradientReport
 from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale
 
+_LARGE = 2.0**10  # a scaled gradient of 34 bits above the smallest number of float16
+
 
 def underflow(evidence: Evidence) -> Verdict | None:
     """The verdict UNDERFLOW, if that is what the evidence shows."""
@@ -23,9 +25,11 @@ def underflow(evidence: Evidence) -> Verdict | None:
     watched = significant(report, half)
     norms, zeros = report.column("l2_norm"), report.column("zero_share")
     # Where float32 layers have gradients of zero too, nobody has lost them: the loss is flat, by
-    # weights of zero or a satisfied hinge.
+    # weights of zero or a satisfied hinge. Where theirs are large, a layer in between is dead: so
+    # many bits are not lost at once. (Of a mean over a million pixels, each brings a small part.)
     lossless = [path for path in report.paths if path not in half]
-    is_flat = bool(lossless) and not report.grad_norm
+    scaled = report.max_abs * report.loss_scale
+    is_flat = bool(lossless) and (not report.grad_norm or scaled >= _LARGE)
     # On TensorFlow the share of n zeros in n numbers may round to less than 1.
     if watched and not is_flat and all(zeros[path] and not norms[path] for path in watched):
         reason = "every gradient of the float16 layers is exactly zero"

@@ -408,3 +408,13 @@ def test_large_gradients_are_sound_if_they_were_so_and_move_the_weights_as_usual
     found = judge(Evidence(of_norm(400, norm, update), settled=settled, rule=kmp.NoOpLossScale()))
     assert found.state == state, str(found)
     assert state == "HEALTHY" or found.blame == "a"
+
+
+@pytest.mark.parametrize("of_head, state", [(2.0**-5, "HEALTHY"), (2.0**-6, "UNDERFLOW")])
+def test_zeros_next_to_a_large_gradient_are_not_lost_ones(of_head, state):
+    """At a scale of 2**15. float16 loses what is below 2**-25: a layer in between is dead."""
+    matrix = np.float32([[0, 0, 1, 0, 0], [of_head, of_head, 0, 0, 0]])
+    seen = kmp.GradientReport(("half/kernel", "head/kernel"), matrix, 2.0**15, 500, 0, 0)
+    weights = {"half/kernel": Weight("half", "float16"), "head/kernel": Weight("head")}
+    found = judge(Evidence(seen, rule=kmp.DynamicLossScale(), weights=weights))
+    assert found.state == state, str(found)
