@@ -58,7 +58,7 @@ class Pace:
             If the weights move far less than before, the path of the variable that moves least, and
             what was seen. Such a report is not compared with later.
         """
-        watched = [x for x, weight in weights.items() if weight.is_matrix] or weights
+        watched = {x for x, weight in weights.items() if weight.is_matrix} or set(weights)
         ratios = {x: r for x, r in report.update_ratio.items() if x in watched}
         rate = learning_rate(list(ratios)) if ratios else 0.0
         if not rate:
@@ -71,7 +71,8 @@ class Pace:
         largest = float(np.median(list(ratios.values()))) + math.log10(max(fall, 1.0))
         if fall > _FALL and 10**largest > _FELT:
             reason = (
-                f"updates are {fall:.0f} times smaller than after step {step}, for such gradients"
+                f"updates are {fall:.0f} times smaller than after step {step}, which neither the "
+                "gradients nor the learning rate explain"
             )
             return min(ratios, key=lambda x: ratios[x]), reason
         self._sound.append(now)
