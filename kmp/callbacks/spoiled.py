@@ -77,10 +77,11 @@ def lost_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -> lis
     That is slots, averaged weights and moving statistics. In layers other than BatchNormalization
     inf may be intended, as in a mask: there only NaN counts.
     """
-    pairs = [(v, layer) for layer in layers for v in state_of(layer)]
-    pairs += [(v, None) for v in inner_optimizer_of(optimizer).variables]
-    pairs = [(v, layer) for v, layer in pairs if is_float(v) and 0 not in v.shape]
-    values, found = _backend.read(model, [v for v, _ in pairs], each=True), []
+    pairs = [(v, layer) for layer in layers for v in state_of(layer) if _has_floats(v)]
+    slots = [v for v in inner_optimizer_of(optimizer).variables if _has_floats(v)]
+    values = _backend.read(model, [v for v, _ in pairs], each=True)
+    values, found = values + _backend.read(model, slots), []  # which replicas have in common
+    pairs += [(v, None) for v in slots]
     flags = ops.convert_to_numpy(_backend.are_finite(values)) if values else ()
     for (v, layer), x, is_finite in zip(pairs, values, flags, strict=True):
         is_statistic = isinstance(layer, keras.layers.BatchNormalization) or _is_torchs(v)
@@ -121,6 +122,10 @@ class Variances:
 @_backend.compiled
 def _maxima(values: Sequence[Tensor]) -> Tensor:
     return ops.stack([ops.cast(ops.max(x), "float32") for x in values])
+
+
+def _has_floats(variable: Any) -> bool:
+    return is_float(variable) and 0 not in variable.shape
 
 
 def _is_torchs(variable: Any) -> bool:
