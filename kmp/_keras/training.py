@@ -9,7 +9,8 @@ from typing import Any
 
 import keras
 
-from kmp._keras import own_state, path_of
+from kmp._keras import own_state
+from kmp._keras.buffers import buffers_of
 
 
 def state_of(layer: keras.Layer) -> list[Any]:
@@ -21,41 +22,7 @@ def state_of(layer: keras.Layer) -> list[Any]:
     """
     states = layer.states if isinstance(layer, keras.layers.RNN) and layer.stateful else None
     found = [*own_state(layer), *(keras.tree.flatten(states) if states is not None else ())]
-    return found + _buffers_of(layer) if keras.backend.backend() == "torch" else found
-
-
-class _Buffer:
-    """A buffer of a PyTorch module, such as the running variance of its BatchNorm, as a variable.
-
-    Args:
-        module: `torch.nn.Module`.
-        name: of the buffer in it.
-        path: of the module in the model.
-    """
-
-    def __init__(self, module: Any, name: str, path: str):
-        self._module, self._name, self.path = module, name, f"{path}/{name}"
-        self.dtype = keras.backend.standardize_dtype(self.value.dtype)
-        self.shape = tuple(self.value.shape)
-
-    @property
-    def value(self) -> Any:
-        """The tensor; a module may put another one in its place."""
-        return getattr(self._module, self._name)
-
-    def assign(self, value: Any) -> None:
-        """Write into the tensor."""
-        self.value.copy_(value)
-
-
-def _buffers_of(layer: Any) -> list[_Buffer]:
-    """The buffers of a layer, and of the modules in it that are no layers."""
-    found, modules = [], [(path_of(layer), layer)]
-    for path, module in modules:
-        found += [_Buffer(module, name, path) for name, _ in module.named_buffers(recurse=False)]
-        children = ((f"{path}/{name}", x) for name, x in module.named_children())
-        modules += [(name, x) for name, x in children if not isinstance(x, keras.Layer)]
-    return found
+    return [*found, *buffers_of(layer)]
 
 
 def loss_tracker(model: Any) -> Any:

@@ -7,6 +7,8 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Variable
+from kmp._keras import layers_of
+from kmp._keras.buffers import Buffer, buffers_of
 from kmp._keras.optimizer import inner_optimizer_of, optimizers_of, scales_the_loss
 from kmp.precision.trees import all_finite
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -36,6 +38,7 @@ def training_state(model: Any) -> list[Variable]:
     Excludes the loss scale and the optimizers' counters: a rollback does not undo history.
     """
     state = [*model.trainable_variables, *model.non_trainable_variables]
+    state += [x for layer in layers_of(model) for x in buffers_of(layer)]
     return state + [v for optimizer in _optimizers(model) for v in _state_of(optimizer)]
 
 
@@ -76,7 +79,9 @@ def take_snapshot(model: Any, step: int, meant: Collection[int] = ()) -> Snapsho
     live = _backend.read(model, [*state, *(x for x in scales if x is not None)])
     # Asked on the device: a process may hold a part only, and all have to come to one answer.
     held = live[: len(state)]
-    if not bool(all_finite([x for v, x in zip(state, held, strict=True) if id(v) not in meant])):
+    # A module's mask of -inf is one of its buffers.
+    asked = [id(v) not in meant and not isinstance(v, Buffer) for v in state]
+    if not bool(all_finite([x for x, is_asked in zip(held, asked, strict=True) if is_asked])):
         return None
     found = iter(live[len(state) :])
     loss_scales = [1.0 if x is None else _number(next(found)) for x in scales]

@@ -11,6 +11,7 @@ from kmp import _backend
 from kmp._backend.kept_variables import KeptVariables
 from kmp._backend.random_states import RandomStates
 from kmp._keras import layers_of, path_of
+from kmp._keras.buffers import kept_buffers
 from kmp._keras.state import fresh_loss, kept_called, kept_losses
 
 
@@ -41,6 +42,7 @@ class Preserved:
             [*model.variables, *getattr(model, "metrics_variables", [])]
         )
         self._losses, self._random_states = kept_losses(layers), RandomStates()
+        self._buffers = kept_buffers(layers)
         self._at_the_end = [kept_called(layers), fresh_loss(model)]
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(self._variables.with_assigned())
@@ -57,6 +59,7 @@ class Preserved:
     def restore(self) -> None:
         """Put everything back but the loss object."""
         self._variables.restore()
+        self._buffers()
         self._losses()
         self._random_states.restore()
 

@@ -8,6 +8,7 @@ from keras import ops
 from linear_runs import SPE
 
 import kmp
+from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
 
 BATCH = 8
 
@@ -178,3 +179,18 @@ def test_buffers_of_modules_that_one_huge_batch_has_ruined():
         watch = fit(model, times=1e9, of=160)
     assert int(model.optimizer.skipped_steps) == 0
     assert "running_var has grown from" in watch.verdict.reason
+
+
+@pytest.mark.only("torch")
+def test_a_rollback_and_the_tools_put_buffers_of_modules_back():
+    model = module_model()
+    fit(model, steps=4)
+    norm, x = model.body.module[1], np.ones((8, 3), "float32")
+    before = [buffer.clone() for buffer in norm.buffers()]
+    kmp.debug.locate_nonfinite(model, x, np.ones((8, 1)))
+    snapshot = take_snapshot(model, 4)
+    fit(model, steps=2)
+    assert not bool(ops.all(norm.running_var == before[1]))
+    restore_snapshot(model, snapshot, 1.0)
+    for buffer, value in zip(norm.buffers(), before, strict=True):
+        np.testing.assert_array_equal(buffer.numpy(), value.numpy())
