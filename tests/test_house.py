@@ -53,7 +53,7 @@ def test_at_most_13_rooms_on_7_floors():
 MAX_FILE, MAX_FUNCTION = 300, 50  # lines
 # What is still too long, and how long it may be. Lower or remove; never add.
 LONG_FILES: dict[str, int] = {}
-LONG_FUNCTIONS = {"callbacks/verdict.py": {"judge: 57 lines"}}
+LONG_FUNCTIONS: dict[str, set[str]] = {}
 
 
 def long_functions(tree):

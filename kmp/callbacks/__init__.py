@@ -6,7 +6,7 @@ from kmp.callbacks.learning_rate_finder import LearningRateFinder
 from kmp.callbacks.protection import Protection, protect
 from kmp.callbacks.spike_detector import SpikeDetector, SpikeState
 from kmp.callbacks.terminate_on_nan import TerminateOnNaN
-from kmp.callbacks.verdict import Limits, Verdict
+from kmp.callbacks.verdict.states import Limits, Verdict
 
 __all__ = [
     "DivergenceGuard",

@@ -5,8 +5,8 @@ from typing import Any
 
 from kmp._common import warn
 from kmp._keras import layers_of
-from kmp.callbacks.standstill import Weight, significant
-from kmp.callbacks.verdict import Limits, Verdict
+from kmp.callbacks.verdict.standstill import Weight, significant
+from kmp.callbacks.verdict.states import Limits, Verdict
 from kmp.health.report import GradientReport
 from kmp.scaling.arguments import scales
 

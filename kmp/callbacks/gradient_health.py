@@ -10,18 +10,19 @@ from typing import Any, Literal
 import keras
 
 from kmp._keras import layers_of, own_weights
-from kmp.callbacks import arguments, readings
+from kmp.callbacks import arguments
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
-from kmp.callbacks.epoch_curves import highest_rate, weight_decay
-from kmp.callbacks.evidence import Evidence
-from kmp.callbacks.judging import judge
+from kmp.callbacks.curves import readings
+from kmp.callbacks.curves.epoch_curves import highest_rate, weight_decay
+from kmp.callbacks.curves.outlets import Outlets
 from kmp.callbacks.order import come_first
-from kmp.callbacks.outlets import Outlets
 from kmp.callbacks.protection import Claim, protect_fit, release
-from kmp.callbacks.spoiled import Spoilage, Spoiled
-from kmp.callbacks.standstill import Silence, Standstill, Weight, networks_of
-from kmp.callbacks.verdict import Limits, Verdict, checked_limits
+from kmp.callbacks.verdict.evidence import Evidence
+from kmp.callbacks.verdict.judging import judge
+from kmp.callbacks.verdict.spoiled import Spoilage, Spoiled
+from kmp.callbacks.verdict.standstill import Silence, Standstill, Weight, networks_of
+from kmp.callbacks.verdict.states import Limits, Verdict, checked_limits
 from kmp.health.report import GradientReport, read_report
 from kmp.health.telemetry import FIRST_STEPS, kept_sampling
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -131,8 +132,7 @@ class GradientHealth(keras.callbacks.Callback):
         """Forget what another optimizer has measured, or this one in another run."""
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
-        self._ratio = math.nan
-        self._told = ""  # the state that was printed last
+        self._ratio, self._told = math.nan, ""  # the state that was printed last
         self._optimizer = optimizer
         self._cadence = Cadence(self._every, step)
         self._alarms, self._spoilage = Alarms(self.limits), Spoilage()

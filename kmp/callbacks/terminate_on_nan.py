@@ -10,7 +10,7 @@ from kmp.callbacks.cadence import Cadence
 from kmp.callbacks.order import come_first
 from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
 from kmp.callbacks.protection import Claim, protect_fit, release
-from kmp.callbacks.spoiled import lost_state
+from kmp.callbacks.verdict.spoiled import lost_state
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 

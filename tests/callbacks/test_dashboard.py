@@ -14,10 +14,10 @@ from PIL import Image
 from test_summaries import read_values, tensorboard_server
 
 import kmp
-from kmp.callbacks import dashboard
-from kmp.callbacks.charts import LAYOUT
-from kmp.callbacks.heat_map import Look, heat_map
-from kmp.callbacks.verdict import Verdict
+from kmp.callbacks.curves import dashboard
+from kmp.callbacks.curves.charts import LAYOUT
+from kmp.callbacks.curves.heat_map import Look, heat_map
+from kmp.callbacks.verdict.states import Verdict
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step")
 RED, LINE = (220, 20, 20), (255, 112, 67)  # of the heat map; of TensorBoard's first run

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import kmp
-from kmp.callbacks.evidence import Evidence
-from kmp.callbacks.judging import judge
-from kmp.callbacks.standstill import Weight
+from kmp.callbacks.verdict.evidence import Evidence
+from kmp.callbacks.verdict.judging import judge
+from kmp.callbacks.verdict.standstill import Weight
 from kmp.health.details import BINS, COLUMNS
 
 

@@ -16,7 +16,8 @@ from oracle import few
 from tensorboard.backend.event_processing import event_file_loader
 
 import kmp
-from kmp.callbacks import gradient_health, readings
+from kmp.callbacks import gradient_health
+from kmp.callbacks.curves import readings
 from kmp.health.report import read_report
 
 SPE = [1] if BACKEND == "torch" else [1, 4]

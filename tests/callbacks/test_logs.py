@@ -15,8 +15,8 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import kmp
 from kmp.callbacks import DivergenceGuard, GradientHealth, TerminateOnNaN
-from kmp.callbacks.readings import ALWAYS, MORE, flat
-from kmp.callbacks.verdict import STATES, Grade
+from kmp.callbacks.curves.readings import ALWAYS, MORE, flat
+from kmp.callbacks.verdict.states import STATES, Grade
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step")
 

@@ -6,8 +6,8 @@ import pytest
 from linear_runs import SPE
 
 import kmp
-from kmp.callbacks.pace import Pace
-from kmp.callbacks.standstill import Weight
+from kmp.callbacks.verdict.pace import Pace
+from kmp.callbacks.verdict.standstill import Weight
 from kmp.health.details import BINS, COLUMNS
 
 WEIGHTS = {"a/kernel": Weight("a"), "b/kernel": Weight("b"), "b/bias": Weight("b", is_matrix=False)}

@@ -9,7 +9,7 @@ from oracle import few
 
 import kmp
 from kmp.callbacks import GradientHealth
-from kmp.callbacks.standstill import Silence, Still, Weight
+from kmp.callbacks.verdict.standstill import Silence, Still, Weight
 from kmp.health.details import WEIGHT_NORM
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without")

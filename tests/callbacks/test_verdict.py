@@ -9,10 +9,10 @@ from keras import ops
 
 import kmp
 from kmp.callbacks import GradientHealth, Limits
-from kmp.callbacks.evidence import Evidence
-from kmp.callbacks.judging import judge
-from kmp.callbacks.standstill import Weight
-from kmp.callbacks.verdict import STATES
+from kmp.callbacks.verdict.evidence import Evidence
+from kmp.callbacks.verdict.judging import judge
+from kmp.callbacks.verdict.standstill import Weight
+from kmp.callbacks.verdict.states import STATES
 from kmp.health.details import BINS, COLUMNS
 from kmp.health.report import OverflowEvent
 

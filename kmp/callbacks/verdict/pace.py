@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kmp.callbacks.standstill import Weight
+from kmp.callbacks.verdict.standstill import Weight
 from kmp.health.report import GradientReport
 
 _FALL = 30.0  # times; noise in the gradients makes Adam's updates 10 times smaller

@@ -1,7 +1,7 @@
 """The verdict STALLED where weight decay has taken weights to nothing."""
 
-from kmp.callbacks.evidence import Evidence
-from kmp.callbacks.verdict import Verdict
+from kmp.callbacks.verdict.evidence import Evidence
+from kmp.callbacks.verdict.states import Verdict
 
 _NOTHING = 1e-6  # l2 norm of a kernel or an embedding
 

@@ -1,7 +1,7 @@
 """The verdict COLLAPSED: gradients overflow although the loss scale cannot fall any further."""
 
-from kmp.callbacks.evidence import Evidence
-from kmp.callbacks.verdict import Verdict
+from kmp.callbacks.verdict.evidence import Evidence
+from kmp.callbacks.verdict.states import Verdict
 from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 

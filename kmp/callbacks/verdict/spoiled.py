@@ -15,8 +15,8 @@ from kmp import _backend
 from kmp._backend.types import Tensor
 from kmp._keras.optimizer import inner_optimizer_of
 from kmp._keras.training import state_of
-from kmp.callbacks.pace import Pace
-from kmp.callbacks.standstill import Weight
+from kmp.callbacks.verdict.pace import Pace
+from kmp.callbacks.verdict.standstill import Weight
 from kmp.health.report import GradientReport
 from kmp.health.telemetry import FIRST_STEPS
 from kmp.precision.trees import is_float

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from kmp.callbacks.standstill import Weight
-from kmp.callbacks.verdict import Grade, Verdict
+from kmp.callbacks.verdict.standstill import Weight
+from kmp.callbacks.verdict.states import Grade, Verdict
 from kmp.health.report import GradientReport
 
 ALWAYS = ("loss_scale", "skipped_steps", "grad_norm", "verdict")

@@ -8,7 +8,7 @@ from typing import Any
 from keras import ops
 
 from kmp._keras.optimizer import trainable_variables_of
-from kmp.callbacks.charts import describe
+from kmp.callbacks.curves.charts import describe
 from kmp.summaries import SummaryWriter
 
 

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kmp.callbacks.spoiled import Spoiled
-from kmp.callbacks.standstill import Still, Weight
-from kmp.callbacks.verdict import Limits
+from kmp.callbacks.verdict.spoiled import Spoiled
+from kmp.callbacks.verdict.standstill import Still, Weight
+from kmp.callbacks.verdict.states import Limits
 from kmp.health.report import GradientReport, OverflowEvent
 
 

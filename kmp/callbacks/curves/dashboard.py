@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kmp.callbacks.charts import LAYOUT, describe
-from kmp.callbacks.heat_map import Look, heat_map
-from kmp.callbacks.verdict import Verdict
+from kmp.callbacks.curves.charts import LAYOUT, describe
+from kmp.callbacks.curves.heat_map import Look, heat_map
+from kmp.callbacks.verdict.states import Verdict
 from kmp.health import details as _sample
 from kmp.health.measure import L2_NORM
 from kmp.health.report import GradientReport

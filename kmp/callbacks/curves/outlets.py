@@ -7,10 +7,10 @@ from typing import Any
 import keras
 
 from kmp import _backend
-from kmp.callbacks.dashboard import Dashboard, settings_of
-from kmp.callbacks.epoch_curves import EpochCurves, learning_rates
-from kmp.callbacks.readings import flat
-from kmp.callbacks.verdict import Verdict
+from kmp.callbacks.curves.dashboard import Dashboard, settings_of
+from kmp.callbacks.curves.epoch_curves import EpochCurves, learning_rates
+from kmp.callbacks.curves.readings import flat
+from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from kmp.callbacks.collapsed import collapsed
-from kmp.callbacks.decayed import decayed
-from kmp.callbacks.evidence import Evidence
-from kmp.callbacks.standstill import Still
-from kmp.callbacks.underflow import underflow
-from kmp.callbacks.verdict import Verdict
+from kmp.callbacks.verdict.collapsed import collapsed
+from kmp.callbacks.verdict.decayed import decayed
+from kmp.callbacks.verdict.evidence import Evidence
+from kmp.callbacks.verdict.standstill import Still
+from kmp.callbacks.verdict.states import Verdict
+from kmp.callbacks.verdict.underflow import underflow
 from kmp.health.telemetry import FIRST_STEPS, NUM_EVENTS
 from kmp.scaling.rules import DynamicLossScale
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from kmp.callbacks.evidence import Evidence
-from kmp.callbacks.standstill import significant
-from kmp.callbacks.verdict import Verdict
+from kmp.callbacks.verdict.evidence import Evidence
+from kmp.callbacks.verdict.standstill import significant
+from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
 from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale

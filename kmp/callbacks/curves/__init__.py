@@ -1,0 +1,1 @@
+"""What `GradientHealth` writes: logs, and TensorBoard's curves and pictures."""
