@@ -241,7 +241,7 @@ def test_a_loss_that_is_nan_on_one_replica_leaves_the_scale_alone(replica, merge
 
 def test_what_another_function_has_noted_is_left_out():
     """A scale_loss whose step is traced elsewhere, or never."""
-    strategy = mirrored(2)
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")  # whose replica has no thread of its own
     with strategy.scope():
         weight = keras.Variable([1.0])
         optimizer = kmp.scaled("sgd", learning_rate=0.5)
@@ -249,8 +249,8 @@ def test_what_another_function_has_noted_is_left_out():
 
     @tf.function
     def run(function):
-        return strategy.run(function)
+        strategy.run(function)
 
     run(lambda: optimizer.scale_loss(tf.constant(np.nan)))
     run(lambda: optimizer.apply([tf.constant([2.0**15])]))
-    assert weight.numpy() == [0.0]  # each replica brings a gradient of 1
+    assert weight.numpy() == [0.5]
