@@ -148,7 +148,9 @@ def module_model():
     class Wrapped(keras.Model):
         def __init__(self):
             super().__init__()
-            self.body = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+            body = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+            body.register_buffer("mask", torch.full((4,), -torch.inf))  # which may hold inf
+            self.body = body
             self.head = keras.layers.Dense(1)
 
         def call(self, x, training=None):
@@ -189,6 +191,7 @@ def test_a_rollback_and_the_tools_put_buffers_of_modules_back():
     before = [buffer.clone() for buffer in norm.buffers()]
     kmp.debug.locate_nonfinite(model, x, np.ones((8, 1)))
     snapshot = take_snapshot(model, 4)
+    assert snapshot is not None
     fit(model, steps=2)
     assert not bool(ops.all(norm.running_var == before[1]))
     restore_snapshot(model, snapshot, 1.0)
