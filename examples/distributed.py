@@ -107,7 +107,7 @@ def main() -> None:
     x[BATCH_SIZE - 1] = np.inf  # the last row of the first batch: the last replica's
     fit(slice(BATCH_SIZE))
     moved = any((a != b).any() for a, b in zip(before, model.get_weights(), strict=True))
-    print(f"After a batch that overflows on the last replica: weights moved: {moved}")
+    print(f"After a batch with inf on the last replica: weights moved: {moved}")
     fit(slice(BATCH_SIZE, None))
 
     copies = [on_each_replica(v) for v in model.trainable_variables]

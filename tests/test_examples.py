@@ -89,13 +89,13 @@ EXPECTED = {
     ],
     "distributed.py": {
         "tensorflow": [
-            r"^After a batch that overflows on the last replica: weights moved: False$",
+            r"^After a batch with inf on the last replica: weights moved: False$",
             r"^After an epoch more: weights finite: True, training loss \d",
             r"^Replicas: 2, all with the same weights: True$",
-            r"^Loss scale on each: \[16384\.0, 16384\.0\], skipped steps: \[1, 1\]$",
+            r"^Loss scale on each: \[32768\.0, 32768\.0\], skipped steps: \[1, 1\]$",
         ],
         "jax": [
-            r"^After a batch that overflows on the last replica: weights moved: False$",
+            r"^After a batch with inf on the last replica: weights moved: False$",
             r"^After an epoch more: weights finite: True, training loss \d",
             r"^Replicas: 4, all with the same weights: True$",
             r"^Loss scale on each: \[(16384\.0(, )?){4}\], skipped steps: \[1, 1, 1, 1\]$",

@@ -126,14 +126,14 @@ class Backend(Protocol):
         gradients: list[Gradient],
         variables: list[Variable],
         inner: Any,
+        loss_nonfinite: Variable,
     ) -> None:
         """Sum the gradients over the replicas, if there are any, and run a step for all of them.
 
         Args:
             step: takes how its parts run (`OneReplica`), the gradients and the variables.
-            gradients: of the scaled loss, of this replica.
-            variables: one for each of them.
-            inner: the optimizer that updates them.
+            gradients, variables: of the scaled loss of this replica, one for each variable.
+            inner, loss_nonfinite: the optimizer that updates them; what `note_loss` was given.
 
         Raises:
             ValueError: on TensorFlow, in the cross-replica context of a strategy.

@@ -20,6 +20,7 @@ class Buffer:
 
     def __init__(self, module: Any, name: str, path: str):
         self._module, self._name, self.path = module, name, f"{path}/{name}"
+        self.key = id(module), name
         self.dtype = keras.backend.standardize_dtype(self.value.dtype)
         self.shape = tuple(self.value.shape)
 
@@ -28,9 +29,34 @@ class Buffer:
         """The tensor; a module may put another one in its place."""
         return getattr(self._module, self._name)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the module has a tensor of this shape still: a cache may have grown."""
+        return self.value is not None and tuple(self.value.shape) == self.shape
+
+    def holds(self, value: Any) -> bool:
+        """Whether it has these numbers; waits for the device. NaN differs from itself."""
+        return bool((self.value == value).all())
+
     def assign(self, value: Any) -> None:
         """Write into the tensor."""
         self.value.copy_(ops.convert_to_tensor(value))
+
+
+def _is_state(tensor: Any) -> bool:
+    """Whether a buffer can be written, and is of a dtype that Keras knows.
+
+    An expanded mask cannot, nor what was made in PyTorch's inference mode.
+    """
+    try:
+        keras.backend.standardize_dtype(tensor.dtype)
+    except ValueError:
+        return False
+    if str(tensor.layout) != "torch.strided" or tensor.requires_grad or tensor.is_inference():
+        return False
+    return all(
+        stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def buffers_of(layer: Any) -> list[Buffer]:
@@ -38,7 +64,8 @@ def buffers_of(layer: Any) -> list[Buffer]:
     found: list[Buffer] = []
     modules = [(path_of(layer), layer)] if keras.backend.backend() == "torch" else []
     for path, module in modules:
-        found += [Buffer(module, name, path) for name, _ in module.named_buffers(recurse=False)]
+        named = [(name, x) for name, x in module.named_buffers(recurse=False) if _is_state(x)]
+        found += [Buffer(module, name, path) for name, _ in named]
         children = ((f"{path}/{name}", x) for name, x in module.named_children())
         modules += [(name, x) for name, x in children if not isinstance(x, keras.Layer)]
     return found
@@ -50,6 +77,7 @@ def kept_buffers(layers: Sequence[keras.Layer]) -> Callable[[], None]:
 
     def restore() -> None:
         for buffer, value in kept:
-            buffer.assign(value)
+            if buffer.is_there:
+                buffer.assign(value)
 
     return restore

@@ -205,6 +205,14 @@ def rows_of(optimizer: Any, variables: Sequence[Variable]) -> list[int]:
     return [places.get(optimizer._var_key(v), -1) for v in variables]
 
 
+def rate_of_last_step(optimizer: Any) -> Tensor:
+    """`_learning_rate`, which may be a schedule; `learning_rate` is that of the next step."""
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        rate = rate(ops.maximum(ops.convert_to_tensor(optimizer.iterations) - 1, 0))
+    return ops.convert_to_tensor(rate)
+
+
 def accumulators_of(optimizer: Any) -> list[Variable]:
     """The accumulators of gradients; float8's scales have none."""
     return [x for x in accumulators_by_row(optimizer) if x is not None]

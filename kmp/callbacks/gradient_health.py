@@ -132,9 +132,9 @@ class GradientHealth(keras.callbacks.Callback):
         """Forget what another optimizer has measured, or this one in another run."""
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
-        self._ratio, self._told = math.nan, ""  # the state that was printed last
-        self._optimizer = optimizer
-        self._cadence = Cadence(self._every, step)
+        self._ratio, self._least_norm = math.nan, math.inf
+        self._told = ""  # the state that was printed last
+        self._optimizer, self._cadence = optimizer, Cadence(self._every, step)
         self._alarms, self._spoilage = Alarms(self.limits), Spoilage()
         self._past: collections.deque[GradientReport] = collections.deque()
         self._silence = Silence(self._decay)  # a lambda could not be pickled
@@ -157,9 +157,8 @@ class GradientHealth(keras.callbacks.Callback):
             self._begin(optimizer, step)
         self._standstill = Standstill(optimizer.gradient_accumulation_steps or 1)
         self._cadence.epoch_start, self._epoch_steps = step, 1
-        self._past.clear()
-        if report and report.step:
-            self._past.append(report)  # what happened before is not this run's
+        # What happened before is not this run's.
+        self._past = collections.deque([report] if report and report.step else [])
         self._epoch_start = report
         self._networks = networks_of(self._trained)
         self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
@@ -182,8 +181,7 @@ class GradientHealth(keras.callbacks.Callback):
             optimizer.measures_details = details
             put_back()
 
-        variant = ("details", id(optimizer))
-        protect_fit(self._trained, Claim(self, variant=variant, undo=undo))
+        protect_fit(self._trained, Claim(self, variant=("details", id(optimizer)), undo=undo))
 
     def on_epoch_begin(self, epoch, logs=None):
         self._outlets.begin_epoch()
@@ -231,6 +229,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._ratio = ratio = readings.update_ratio(report, weights)
         if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
             self._update_ratios.append(ratio)
+            self._least_norm = min(self._least_norm, report.grad_norm)
         spoiled = self._spoilage.look(
             self._trained, layers, self._optimizer, report, weights, self._rate, losses is not None
         )
@@ -261,6 +260,7 @@ class GradientHealth(keras.callbacks.Callback):
             limits=self.limits,
             weights=weights,
             update_ratios=list(self._update_ratios),
+            least_norm=self._least_norm,
             still=self._standstill.see(report, weights),
             silent=self._silence.see(report, weights),
             learning_rate=self._rate,

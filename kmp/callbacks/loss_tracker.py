@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
 from kmp._backend.types import Variable
 
 RECENT = 128  # losses that stay readable: far more than between two looks at the usual cadence
 # No finite loss yet. Neither NaN nor inf: JAX compares what processes assign, and NaN differs from
-# itself; TensorFlow's `enable_check_numerics` stops at both.
-_NONE_YET = float(np.finfo("float32").max)
+# itself; TensorFlow's `enable_check_numerics` stops at both. Where one replica of up to 1024 has no
+# loss yet, their mean is not below `_KNOWN`.
+_NONE_YET, _KNOWN = 2.0**100, 2.0**90
 
 
 class LossTracker(keras.metrics.Metric):
@@ -33,7 +33,7 @@ class LossTracker(keras.metrics.Metric):
         counted_steps: int32[], steps that counted since training began.
         seen_steps: int32[], all training steps since then.
         nonfinite_losses: int32[], losses in a row up to now that were not finite.
-        latest: float32[], the last finite loss of this epoch; float32's largest number before one.
+        latest: float32[], the last finite loss of this epoch; 2**100 before there is one.
     """
 
     def __init__(self, mean: keras.metrics.Mean):
@@ -90,7 +90,7 @@ class LossTracker(keras.metrics.Metric):
         # NaN is computed where it is meant: `enable_check_numerics` takes none in a constant.
         counts = ops.cast(ops.equal(self.nonfinite_losses.value, 0), mean.dtype)
         lost = mean + (counts / counts - 1)
-        latest = ops.where(ops.less(latest, _NONE_YET), ops.cast(latest, mean.dtype), lost)
+        latest = ops.where(ops.less(latest, _KNOWN), ops.cast(latest, mean.dtype), lost)
         return ops.where(ops.equal(self.mean.count, 0), latest, mean)
 
     @property

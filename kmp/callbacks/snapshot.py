@@ -80,7 +80,8 @@ def take_snapshot(model: Any, step: int, meant: Collection[int] = ()) -> Snapsho
     # Asked on the device: a process may hold a part only, and all have to come to one answer.
     held = live[: len(state)]
     # A module's mask of -inf is one of its buffers.
-    asked = [id(v) not in meant and not isinstance(v, Buffer) for v in state]
+    masks = [isinstance(v, Buffer) and "/running_" not in v.path for v in state]
+    asked = [id(v) not in meant and not is_mask for v, is_mask in zip(state, masks, strict=True)]
     if not bool(all_finite([x for x, is_asked in zip(held, asked, strict=True) if is_asked])):
         return None
     found = iter(live[len(state) :])
@@ -101,7 +102,8 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
         What changed beside the state, in words.
     """
     for variable, value in zip(snapshot.variables, snapshot.values, strict=True):
-        _backend.from_host(variable, value)
+        if getattr(variable, "is_there", True):
+            _backend.from_host(variable, value)
     pairs = list(zip(_optimizers(model), snapshot.loss_scales, strict=True))
     if len(pairs) > 1:  # what `compile` has without an argument may never step
         pairs = [(x, scale) for x, scale in pairs if _number(inner_optimizer_of(x).iterations)]

@@ -9,6 +9,7 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import layers_of
+from kmp._keras.buffers import Buffer
 from kmp._keras.training import state_of
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -59,9 +60,12 @@ def protected_step(
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return tracked  # which skips nothing
     told_late = is_kmps and not _backend.SEES_LOSS
+    idle: set[Any] = set()  # masks and the like: buffers of PyTorch that the first step left alone
+    is_first = [True]
 
     def before() -> _Kept:
-        variables = _undone_by_a_skip(model, tracker)
+        state = _undone_by_a_skip(model, tracker)
+        variables = [v for v in state if getattr(v, "key", None) not in idle]
         counters = [_skip_counter(optimizer), tracker.nonfinite_losses]
         *values, counter, losses = _backend.kept_values([*variables, *counters])
         scale = optimizer.scaled_step.counters.state if told_late else None
@@ -69,7 +73,13 @@ def protected_step(
 
     def after(kept: _Kept, logs: Any) -> Any:
         applied = ops.logical_not(_was_skipped(optimizer, kept.counter))
-        _backend.keep_old_unless(applied, kept.variables, kept.values)
+        pairs = list(zip(kept.variables, kept.values, strict=True))
+        pairs = [(v, x) for v, x in pairs if getattr(v, "is_there", True)]
+        if is_first and _backend.is_concrete(applied):
+            is_first.clear()
+            idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
+        variables, values = [v for v, _ in pairs], [x for _, x in pairs]
+        _backend.keep_old_unless(applied, variables, values)
         if kept.scale is not None:
             nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
             nonfinite = ops.logical_and(ops.logical_not(applied), nonfinite)

@@ -51,7 +51,7 @@ def checked_inner(optimizer: Any) -> Any:
         raise ValueError(
             "`inner_optimizer` must not scale the loss itself: two scales would divide the "
             f"learning rate. Received: {type(optimizer).__name__}, which overrides `scale_loss`. "
-            "Pass its `inner_optimizer`, or an optimizer without it."
+            "Pass its `inner_optimizer` if it wraps one, or an optimizer without that method."
         )
     return optimizer
 

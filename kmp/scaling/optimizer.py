@@ -174,7 +174,7 @@ class LossScaleOptimizer(WrapsInner):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the present scale, in at least float32.
 
-        On TensorFlow and PyTorch it also notes whether the loss is finite: if not, the scale stays.
+        TensorFlow and a single PyTorch process also note if it is not finite: then the scale stays.
         """
         self.scale_was_read = True
         if not self.built:
@@ -214,14 +214,14 @@ class LossScaleOptimizer(WrapsInner):
             self._warned_of_unscaled_loss = True
             arguments.warn_of_unscaled_loss()
         step = functools.partial(self.scaled_step.run, self.loss_scale, self.measures_details, rows)
-        _backend.run_step(step, grads, variables, self.inner_optimizer)
+        noted = self.scaled_step.counters.loss_nonfinite
+        _backend.run_step(step, grads, variables, self.inner_optimizer, noted)
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Tensor], loss: Tensor) -> Tensor:
         """`scale_loss` as a pure function, for JAX; `scale_loss` would compile the scale in.
 
         Args:
-            optimizer_variables: values of `optimizer.variables`, those that the same step hands to
-                `stateless_apply`.
+            optimizer_variables: values of `optimizer.variables`, as for `stateless_apply`.
             loss: float[], the loss.
 
         Returns:

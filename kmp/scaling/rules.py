@@ -52,7 +52,7 @@ class LossScale(Protocol):
         """Return the state before the first step."""
 
     def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
-        """Next state; `finite`: bool[]. With `reads_max_abs = True` it also gets `max_abs`."""
+        """Next state, which must count `overflows`; with `reads_max_abs` it also gets `max_abs`."""
 
     def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
         """Multiply the loss."""

@@ -197,3 +197,47 @@ def test_a_rollback_and_the_tools_put_buffers_of_modules_back():
     restore_snapshot(model, snapshot, 1.0)
     for buffer, value in zip(norm.buffers(), before, strict=True):
         np.testing.assert_array_equal(buffer.numpy(), value.numpy())
+
+
+def odd_buffers():
+    """Buffers that cannot be written, or not with what they were."""
+    import torch
+
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 1)
+            for name, x in {
+                "cache": torch.zeros(1),
+                "expanded": torch.ones(3).expand(4, 3),
+                "learned": torch.ones(2, requires_grad=True),
+                "sparse": torch.eye(2).to_sparse(),
+                "float8": torch.zeros(2, dtype=torch.float8_e8m0fnu),
+            }.items():
+                self.register_buffer(name, x)
+            with torch.inference_mode():
+                self.register_buffer("inference", torch.ones(2))
+
+        def forward(self, x):
+            self.cache = torch.zeros(len(self.cache) + 1)
+            return self.linear(x)
+
+    return Odd()
+
+
+@pytest.mark.only("torch")
+def test_buffers_of_every_kind_train_on():
+    model = keras.Sequential([keras.layers.TorchModuleWrapper(odd_buffers())])
+    model.compile(kmp.scaled("sgd", learning_rate=0.1), "mse")
+    with pytest.warns(kmp.PrecisionWarning, match="FORWARD-NAN"):
+        watch = fit(model, steps=8, times=np.nan, of=3)
+    assert watch.report.skipped_steps == 1
+    assert take_snapshot(model, 8) is not None
+    kmp.debug.locate_nonfinite(model, np.ones((8, 3), "float32"), np.ones((8, 1)))
+
+
+@pytest.mark.only("torch")
+def test_no_snapshot_is_taken_of_ruined_buffers():
+    model = module_model()
+    model.body.module[1].running_var.fill_(np.inf)
+    assert take_snapshot(model, 0) is None

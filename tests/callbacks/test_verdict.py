@@ -404,8 +404,8 @@ def of_norm(step, norm, update):
 def test_large_gradients_are_sound_if_they_were_so_and_move_the_weights_as_usual(
     before, norm, update, state
 ):
-    settled = before and of_norm(200, before, 1e-3)
-    found = judge(Evidence(of_norm(400, norm, update), settled=settled, rule=kmp.NoOpLossScale()))
+    seen, least = of_norm(400, norm, update), before or np.inf
+    found = judge(Evidence(seen, least_norm=least, rule=kmp.NoOpLossScale()))
     assert found.state == state, str(found)
     assert state == "HEALTHY" or found.blame == "a"
 
@@ -418,3 +418,11 @@ def test_zeros_next_to_a_large_gradient_are_not_lost_ones(of_head, state):
     weights = {"half/kernel": Weight("half", "float16"), "head/kernel": Weight("head")}
     found = judge(Evidence(seen, rule=kmp.DynamicLossScale(), weights=weights))
     assert found.state == state, str(found)
+
+
+@pytest.mark.parametrize("update, state", [(1e-3, "HEALTHY"), (10.0, "UNSTABLE")])
+def test_an_update_of_now_counts_however_small_the_last_ones_were(update, state):
+    evidence = Evidence(
+        of_norm(400, 1e6, update), update_ratios=[-3.0] * 3, rule=kmp.NoOpLossScale()
+    )
+    assert judge(evidence).state == state

@@ -254,3 +254,41 @@ def test_what_another_function_has_noted_is_left_out():
     run(lambda: optimizer.scale_loss(tf.constant(np.nan)))
     run(lambda: optimizer.apply([tf.constant([2.0**15])]))
     assert weight.numpy() == [0.5]
+
+
+@pytest.mark.parametrize("case", ["two optimizers", "two losses"])
+def test_each_optimizer_has_the_losses_that_it_was_told_of(case):
+    strategy = mirrored(2)
+    with strategy.scope():
+        weights = [keras.Variable([1.0]) for _ in range(2)]
+        optimizers = [kmp.scaled("sgd", learning_rate=0.5) for _ in weights]
+        for optimizer, weight in zip(optimizers, weights, strict=True):
+            optimizer.build([weight])
+
+    def step():
+        if case == "two losses":
+            optimizers[0].scale_loss(tf.constant(np.nan))
+            optimizers[0].scale_loss(tf.constant(1.0))
+        else:
+            for optimizer in optimizers:
+                optimizer.scale_loss(tf.constant(np.nan))
+        for optimizer in optimizers[: 1 if case == "two losses" else 2]:
+            optimizer.apply([tf.constant([np.nan])])
+
+    tf.function(lambda: strategy.run(step))()
+    for optimizer in optimizers:
+        assert float(optimizer.dynamic_scale.numpy()) == 2.0**15
+    assert [event.loss_finite for event in optimizers[0].gradient_report().events] == [False]
+
+
+def test_the_loss_of_an_epoch_in_which_no_step_has_counted():
+    x = np.ones((8, 3), "float32")
+    x[7] = np.nan
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(kmp.scaled("sgd"), "mse")
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
+    with kmp.protect(model):
+        history = model.fit(data, epochs=2, shuffle=False, verbose=0)
+    assert all(not 1 < loss < np.inf for loss in history.history["loss"])

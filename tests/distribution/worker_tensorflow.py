@@ -3,7 +3,7 @@
     python worker_tensorflow.py RESULTS.jsonl OPTIMIZER,graph|eager[/OPTIMIZER,...] CASE...
 
 Each CASE is a step of a custom loop in which the workers named by its digits ("", "0", "1", "01")
-hold an inf. The loop is run for each of the optimizers in turn. After each step a line with the
+overflow. The loop is run for each of the optimizers in turn. After each step a line with the
 whole state is appended to RESULTS.jsonl. RESULTS.writes says at the end whether this worker is the
 one that writes event files.
 """
@@ -61,7 +61,7 @@ def train(strategy, worker, make_optimizer, graph, results, cases):
     for case in cases:
         x = np.float32([[1.0 + worker, -0.5]])
         if str(worker) in case:
-            x[0, 1] = np.inf
+            x[0, 1] = 1e37  # the loss is finite, its scaled gradient is not
         step(tf.constant(x))
         with open(results, "a") as file:
             print(json.dumps(state(model, optimizer)), file=file)

@@ -46,7 +46,11 @@ class _MaskedScope(keras.StatelessScope):
 
 
 def run_step(
-    step: Callable[..., None], gradients: list[Tensor], variables: list[Variable], inner: Any
+    step: Callable[..., None],
+    gradients: list[Tensor],
+    variables: list[Variable],
+    inner: Any,
+    loss_nonfinite: Variable,
 ) -> None:
     # One program spans all devices.
     step(_one_replica, gradients, variables)

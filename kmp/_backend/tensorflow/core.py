@@ -132,8 +132,7 @@ def note_loss(variable: Variable, is_finite: Callable[[], Tensor]) -> None:
 
 
 def reduce_columns(columns: tuple[Tensor, ...], axes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    # XLA's CPU compiler splits a reduction of one column in two, and writes the column between
-    # them.
+    # XLA's CPU compiler splits a reduction of one column in two, and writes the column in between.
     if not inside_xla():
         return default.reduce_columns(columns, axes)
 
@@ -163,8 +162,7 @@ def update_if(
     """Let `inner` update the variables if `keep`.
 
     Outside XLA that is a branch (a select would read and write every variable on its own). Inside
-    XLA it is a select in each assignment, since a conditional may stay one there and stalls the
-    device.
+    XLA it is a select in each assignment, since a conditional stalls the device.
     """
     if inside_xla():
         with masked_assignments(keep, variables + inner.variables):
@@ -180,11 +178,15 @@ def update_if(
 
 @tf.autograph.experimental.do_not_convert  # rewriting kmp's code would take seconds
 def run_step(
-    step: Callable[..., None], gradients: list[Gradient], variables: list[Variable], inner: Any
+    step: Callable[..., None],
+    gradients: list[Gradient],
+    variables: list[Variable],
+    inner: Any,
+    loss_nonfinite: Variable,
 ) -> None:
     gradients = [_of_known_shape(x, v) for x, v in zip(gradients, variables, strict=True)]
     if tf.distribute.has_strategy():
-        distribute.step_on_replicas(step, gradients, variables)
+        distribute.step_on_replicas(step, gradients, variables, loss_nonfinite)
     else:
         step(OneReplica(update_if), gradients, variables)
 

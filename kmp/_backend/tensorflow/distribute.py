@@ -21,27 +21,29 @@ from kmp._backend.types import Gradient, Tensor, Variable
 
 _lock = threading.Lock()
 _replicas_within: collections.Counter[int] = collections.Counter()  # by the optimizer's id
-_noted = threading.local()  # of this replica, whose thread it is, by the keys of variables
+_noted = threading.local()  # of this replica, whose thread it is, by the ids of variables
 
 
 def note_loss_of_replica(variable: Variable, nonfinite: Tensor) -> None:
-    """Keep until this replica's step whether its loss, which is then reduced, is not finite."""
-    vars(_noted)[_key(variable)] = nonfinite
+    """Keep whether a loss of this replica is not finite; its step sums that over the replicas."""
+    before = _taken(variable)
+    both = nonfinite if before is None else tf.maximum(before, nonfinite)
+    vars(_noted)[str(id(variable))] = both
 
 
-def _key(variable: Variable) -> str:
-    return str(id(variable))
-
-
-def _taken() -> dict[str, Tensor]:
+def _taken(variable: Variable) -> Tensor | None:
     """What this replica has noted in the function that is being traced, once."""
-    found, graph = dict(vars(_noted)), tf.compat.v1.get_default_graph()
-    vars(_noted).clear()
-    return {k: x for k, x in found.items() if not tf.is_symbolic_tensor(x) or x.graph is graph}
+    found = vars(_noted).pop(str(id(variable)), None)
+    graph = tf.compat.v1.get_default_graph()
+    is_elsewhere = tf.is_symbolic_tensor(found) and found.graph is not graph
+    return None if is_elsewhere else found
 
 
 def step_on_replicas(
-    step: Callable[..., None], gradients: list[Gradient], variables: list[Variable]
+    step: Callable[..., None],
+    gradients: list[Gradient],
+    variables: list[Variable],
+    loss_nonfinite: Variable,
 ) -> None:
     """Run a step for all replicas at once.
 
@@ -49,6 +51,7 @@ def step_on_replicas(
         step: takes how its parts run (see `OneReplica`), gradients and variables.
         gradients: this replica's gradients of the scaled loss.
         variables: their variables.
+        loss_nonfinite: what the losses were noted for.
 
     Raises:
         ValueError: outside a replica context.
@@ -59,41 +62,35 @@ def step_on_replicas(
             "context of a tf.distribute strategy. Call it inside the function that you give to "
             "strategy.run(...)."
         )
-    noted = _taken()
-    reduced = _all_reduced([*gradients, *noted.values()])
-    gradients, losses = reduced[: len(gradients)], reduced[len(gradients) :]
+    noted = _taken(loss_nonfinite)
+    *gradients, noted = _all_reduced([*gradients, noted])
     if not merges_replicas():
-        step(
-            _Knowing(_update_by_selects, dict(zip(noted, losses, strict=True))),
-            gradients,
-            variables,
-        )
+        step(_Knowing(_update_by_selects, noted), gradients, variables)
         return
 
-    def merged(strategy: Any, gradients: list, variables: list, losses: list) -> None:
-        known = [strategy.experimental_local_results(x)[0] for x in losses]
-        replicas = _MergedReplicas(strategy, dict(zip(noted, known, strict=True)))
-        step(replicas, gradients, variables)
+    def merged(strategy: Any, gradients: list, variables: list, noted: Any) -> None:
+        known = None if noted is None else strategy.experimental_local_results(noted)[0]
+        step(_MergedReplicas(strategy, known), gradients, variables)
 
     replica = tf.distribute.get_replica_context()
-    replica.merge_call(merged, args=(gradients, variables, losses))
+    replica.merge_call(merged, args=(gradients, variables, noted))
 
 
 class _Knowing(OneReplica):
-    """Knows whether the loss of any replica is not finite: `noted`, by the keys of variables."""
+    """Knows what was noted of the losses of all replicas; None if nothing was."""
 
-    def __init__(self, update_if: Callable[..., None], noted: dict[str, Tensor]):
+    def __init__(self, update_if: Callable[..., None], noted: Tensor | None):
         super().__init__(update_if)
-        self._losses = noted
+        self._noted = noted
 
     def loss_nonfinite(self, variable: Variable) -> Tensor:
-        return self._losses.get(_key(variable), tf.zeros(()))
+        return tf.zeros(()) if self._noted is None else self._noted
 
 
 class _MergedReplicas(_Knowing):
     """Runs the parts of a step from the cross-replica context."""
 
-    def __init__(self, strategy: Any, noted: dict[str, Tensor]):
+    def __init__(self, strategy: Any, noted: Tensor | None):
         super().__init__(self._update, noted)
         self._strategy = strategy
 

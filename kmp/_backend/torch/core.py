@@ -153,7 +153,11 @@ def compute_if(pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -
 
 
 def run_step(
-    step: Callable[..., None], gradients: list[Tensor], variables: list[Variable], inner: Any
+    step: Callable[..., None],
+    gradients: list[Tensor],
+    variables: list[Variable],
+    inner: Any,
+    loss_nonfinite: Variable,
 ) -> None:
     # DistributedDataParallel has summed the gradients: where one process has inf or NaN, all have.
     knows_loss, update = not _with_other_processes(), _update_if

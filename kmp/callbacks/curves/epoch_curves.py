@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import ops
 
-from kmp._keras.optimizer import trainable_variables_of
+from kmp._keras.optimizer import rate_of_last_step, trainable_variables_of
 from kmp.callbacks.curves.charts import describe
 from kmp.summaries import SummaryWriter
 
@@ -91,7 +91,7 @@ def learning_rates(optimizer: Any) -> dict[str, float]:
 
 
 def highest_rate(optimizer: Any, paths: Collection[str]) -> float:
-    """The highest learning rate of any of the variables with these paths.
+    """The highest learning rate of any of the variables with these paths, in the last step.
 
     Args:
         optimizer: `kmp.LossScaleOptimizer`, built.
@@ -99,7 +99,9 @@ def highest_rate(optimizer: Any, paths: Collection[str]) -> float:
     """
     parts = [x for x in _parts(optimizer) if x.built]
     return max(
-        _rate(each) for each in parts if any(v.path in paths for v in trainable_variables_of(each))
+        float(ops.convert_to_numpy(rate_of_last_step(each)))
+        for each in parts
+        if any(v.path in paths for v in trainable_variables_of(each))
     )
 
 

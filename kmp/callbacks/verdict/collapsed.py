@@ -24,7 +24,7 @@ def collapsed(evidence: Evidence) -> Verdict | None:
     weight = evidence.weights.get(blamed)
     advice = "keep that layer in float32, or rescale its inputs"
     if weight and weight.compute_dtype not in HALF_DTYPES:
-        advice = "that layer is in float32 already. Ask kmp.debug.locate_nonfinite for the cause"
+        advice = "ask kmp.debug.locate_nonfinite for the cause: that layer is in float32 already"
     before = "The scale cannot fall any further: "
     if not is_dynamic:
         before = 'Write loss_scale="dynamic" or a lower number. If it overflows still, '

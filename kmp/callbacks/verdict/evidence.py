@@ -23,6 +23,7 @@ class Evidence:
         limits: where the verdict turns.
         weights: the trainable variables by their paths.
         update_ratios: the medians of log10(update / weight) of the last looks.
+        least_norm: of the gradients so far, after the first 100 steps; inf before.
         still: the weights that stand still, if they have for long enough.
         silent: the weights whose gradients have been exactly zero for long enough, if they are
             half of all.
@@ -39,6 +40,7 @@ class Evidence:
     limits: Limits = dataclasses.field(default_factory=Limits)
     weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
     update_ratios: list[float] = dataclasses.field(default_factory=list)
+    least_norm: float = math.inf
     still: Still | None = None
     silent: Still | None = None
     learning_rate: Callable[[Sequence[str]], float] = lambda paths: math.nan

@@ -241,12 +241,13 @@ def _own_rate(rule: Any) -> float:
 
 
 def _explodes(evidence: Evidence) -> Verdict | None:
-    report, limits, settled = evidence.report, evidence.limits, evidence.settled
+    report, limits = evidence.report, evidence.limits
     # A loss in large units has large gradients: they are sound if they are what they were, and the
     # optimizer makes updates of the usual size of them.
-    has_grown = settled and report.grad_norm > _GROWN * settled.grad_norm
-    known = evidence.update_ratios or list(report.update_ratio.values())
-    moves_far = not known or 10 ** float(np.median(known)) > (limits.max_update_ratio or math.inf)
+    has_grown = report.grad_norm > _GROWN * evidence.least_norm
+    known = [x for x in (evidence.update_ratios, list(report.update_ratio.values())) if x]
+    largest = max((10 ** float(np.median(x)) for x in known), default=math.inf)
+    moves_far = largest > (limits.max_update_ratio or math.inf) or not known
     if report.grad_norm > limits.max_grad_norm and (has_grown or moves_far):
         norms = report.column("l2_norm")
         return Verdict(

@@ -16,18 +16,25 @@ from kmp.health.report import GradientReport
 
 _FALL = 30.0  # times; noise in the gradients makes Adam's updates 10 times smaller
 _FELT = 1e-6  # share of the weights below which their own rounding shrinks an update
-_COMPARED = 3  # epochs: over many, Adagrad slows down by its design
+_COMPARED = 3  # epochs
 
 
 class _Point(NamedTuple):
     step: int
-    pace: float  # median norm of the updates, at a learning rate of 1
+    update: float  # median norm of the updates
+    rate: float  # the learning rate
     grad_norm: float
 
     def fall_since(self, before: "_Point") -> float:
-        """How many times slower it is than before, beyond what a smaller gradient explains."""
+        """How many times smaller updates are than before, beyond what is to be expected.
+
+        That is what a lower rate, a smaller gradient and the sum of Adagrad explain. Momentum holds
+        what the rate was: so they must be smaller themselves, not only for their rate.
+        """
+        fall = before.update / self.update * min(self.rate / before.rate, 1.0)
         gradient_fall = before.grad_norm / self.grad_norm if self.grad_norm else math.inf
-        return before.pace / self.pace / max(gradient_fall, 1.0)
+        adagrads = math.sqrt(max(self.step / before.step / 10, 1.0))  # of long epochs
+        return fall / max(gradient_fall, 1.0) / adagrads
 
 
 class Pace:
@@ -65,7 +72,7 @@ class Pace:
             return None  # nothing has moved, as in a skipped step
         norms = report.weight_norm
         update = float(np.median([10**r * norms[x] for x, r in ratios.items()]))
-        now = _Point(report.step, update / rate, report.grad_norm)
+        now = _Point(report.step, update, rate, report.grad_norm)
         falls = [(now.fall_since(before), before.step) for before in self._sound]
         fall, step = max(falls, default=(0.0, 0))
         largest = float(np.median(list(ratios.values()))) + math.log10(max(fall, 1.0))

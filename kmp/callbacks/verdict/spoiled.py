@@ -39,6 +39,7 @@ class Spoilage:
 
     def __init__(self):
         self._variances, self._pace = Variances(), Pace()
+        self._moved: GradientReport | None = None  # the last, in this epoch, of a step that updated
 
     def look(
         self,
@@ -64,10 +65,12 @@ class Spoilage:
         found = self._variances.look(model, layers, report.step)
         if at_epoch_end:
             found = lost_state(model, layers, optimizer) or found
+        self._moved = report if report.update_ratio else self._moved
         is_first = report.step > FIRST_STEPS and not self._pace.is_known
-        if (at_epoch_end or is_first) and not found and report.details is not None:
-            slow = self._pace.see(report, weights, learning_rate)
+        if (at_epoch_end or is_first) and not found and self._moved is not None:
+            slow = self._pace.see(self._moved, weights, learning_rate)
             found = [Spoiled(*slow, of_layer=False)] if slow else []
+        self._moved = None if at_epoch_end else self._moved
         return found
 
 

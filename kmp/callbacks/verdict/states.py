@@ -56,7 +56,7 @@ class Verdict:
     UNDERFLOW    float16 loses gradients at a scale that could be higher
     UNSTABLE     overflows, gradients or updates are far more, or larger, than in sound training;
                  or weights, moving statistics or the optimizer's own state hold inf or NaN, or
-                 one huge batch has ruined them, so that updates are 30 times smaller for one
+                 one huge batch has ruined them, so that updates are far too small for example
     STALLED      the weights stand still, although there are gradients; or all gradients of the
                  weights, biases aside, are exactly zero; or all weights are frozen, or half of
                  them have decayed to nothing
@@ -102,8 +102,8 @@ class Limits:
             vanishing; in true units (after division by the loss scale). Source: ours, as
             `max_grad_norm`.
         max_grad_norm: float > `min_grad_norm`, the l2 norm above which a gradient is exploding, in
-            true units. The run is UNSTABLE if the norm is also 100 times what it was, or updates
-            exceed `max_update_ratio`: a loss in large units has large gradients throughout.
+            true units. The run is UNSTABLE if the norm is also 100 times its smallest since step
+            100, or updates exceed `max_update_ratio`: some losses have large gradients throughout.
         max_overflow_rate: float, share of skipped steps above which a run is UNSTABLE, after the
             first 100 steps, among the last 200. At least 5 steps are needed as well, and five times
             the share that the rule itself costs (about 1 / `growth_interval`) or, if that is less,
