@@ -1,5 +1,6 @@
 """The verdict on planted runs of real `fit`, and where each limit lies."""
 
+import dataclasses
 import re
 
 import keras
@@ -207,6 +208,17 @@ def test_an_epoch_of_skipped_steps_at_a_fixed_scale(steps, state):
     found = watched_run("none", steps=steps, bad=range(steps), loss="overflow")
     assert found.report.skipped_steps == steps
     assert found.verdict.state == state, str(found.verdict)
+
+
+def test_two_skipped_steps_at_the_beginning_of_an_epoch_at_a_fixed_scale():
+    event = OverflowEvent(102, 1.0, "w", 1, True)
+    evidence = Evidence(of_norm(102, 1.0, 0.0), rule=kmp.NoOpLossScale(), start=of_norm(100, 1, 0))
+    report = dataclasses.replace(
+        evidence.report, skipped_steps=2, consecutive_skips=2, events=(event,)
+    )
+    evidence = dataclasses.replace(evidence, report=report)
+    assert judge(evidence).state == "HEALTHY"
+    assert judge(dataclasses.replace(evidence, losses={"loss": 1.0})).state == "COLLAPSED"
 
 
 def test_two_skipped_steps_of_many_at_a_fixed_scale():

@@ -15,7 +15,7 @@ def collapsed(evidence: Evidence) -> Verdict | None:
         exhausted = report.consecutive_skips >= 2 and report.loss_scale <= rule.min_scale
     else:
         enough = 10
-        if is_fixed:  # nothing searches for a scale, so an epoch is enough
+        if is_fixed and evidence.losses:  # nothing searches for a scale: a whole epoch is enough
             enough = min(enough, max(2, evidence.steps))
         exhausted = report.consecutive_skips >= enough
     if not (evidence.events and exhausted):
