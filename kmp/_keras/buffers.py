@@ -1,6 +1,6 @@
 """The buffers of PyTorch modules in a Keras model, which Keras has in no list of variables."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -20,7 +20,7 @@ class Buffer:
 
     def __init__(self, module: Any, name: str, path: str):
         self._module, self._name, self.path = module, name, f"{path}/{name}"
-        self.key = id(module), name
+        self.key = id(module), name  # the same in the next step, which has another `Buffer`
         self.dtype = keras.backend.standardize_dtype(self.value.dtype)
         self.shape = tuple(self.value.shape)
 
@@ -71,13 +71,17 @@ def buffers_of(layer: Any) -> list[Buffer]:
     return found
 
 
+def still_there(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The pairs of a variable and a value that can be written back: all but a cache that grew."""
+    return [(v, x) for v, x in pairs if not isinstance(v, Buffer) or v.is_there]
+
+
 def kept_buffers(layers: Sequence[keras.Layer]) -> Callable[[], None]:
     """Keep the buffers of layers; call the result to put them back."""
     kept = [(x, x.value.clone()) for layer in layers for x in buffers_of(layer)]
 
     def restore() -> None:
-        for buffer, value in kept:
-            if buffer.is_there:
-                buffer.assign(value)
+        for buffer, value in still_there(kept):
+            buffer.assign(value)
 
     return restore

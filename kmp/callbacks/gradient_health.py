@@ -14,8 +14,8 @@ from kmp.callbacks import arguments
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
 from kmp.callbacks.curves import readings
-from kmp.callbacks.curves.epoch_curves import highest_rate, weight_decay
 from kmp.callbacks.curves.outlets import Outlets
+from kmp.callbacks.learning_rates import highest_rate, weight_decay
 from kmp.callbacks.order import come_first
 from kmp.callbacks.protection import Claim, protect_fit, release
 from kmp.callbacks.verdict.evidence import Evidence

@@ -8,7 +8,7 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Variable
 from kmp._keras import layers_of
-from kmp._keras.buffers import Buffer, buffers_of
+from kmp._keras.buffers import Buffer, buffers_of, still_there
 from kmp._keras.optimizer import inner_optimizer_of, optimizers_of, scales_the_loss
 from kmp.precision.trees import all_finite
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -101,9 +101,8 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
     Returns:
         What changed beside the state, in words.
     """
-    for variable, value in zip(snapshot.variables, snapshot.values, strict=True):
-        if getattr(variable, "is_there", True):
-            _backend.from_host(variable, value)
+    for variable, value in still_there(zip(snapshot.variables, snapshot.values, strict=True)):
+        _backend.from_host(variable, value)
     pairs = list(zip(_optimizers(model), snapshot.loss_scales, strict=True))
     if len(pairs) > 1:  # what `compile` has without an argument may never step
         pairs = [(x, scale) for x, scale in pairs if _number(inner_optimizer_of(x).iterations)]

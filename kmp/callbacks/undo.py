@@ -9,7 +9,7 @@ from keras import ops
 from kmp import _backend
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import layers_of
-from kmp._keras.buffers import Buffer
+from kmp._keras.buffers import Buffer, still_there
 from kmp._keras.training import state_of
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -60,23 +60,24 @@ def protected_step(
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return tracked  # which skips nothing
     told_late = is_kmps and not _backend.SEES_LOSS
-    idle: set[Any] = set()  # masks and the like: buffers of PyTorch that the first step left alone
-    is_first = [True]
+    # Buffers of PyTorch that the first step left alone, as masks: they are not copied in each step.
+    idle: set[Any] = set()
+    is_first = True
 
     def before() -> _Kept:
         state = _undone_by_a_skip(model, tracker)
-        variables = [v for v in state if getattr(v, "key", None) not in idle]
+        variables = [v for v in state if not isinstance(v, Buffer) or v.key not in idle]
         counters = [_skip_counter(optimizer), tracker.nonfinite_losses]
         *values, counter, losses = _backend.kept_values([*variables, *counters])
         scale = optimizer.scaled_step.counters.state if told_late else None
         return _Kept(variables, values, counter, losses, scale)
 
     def after(kept: _Kept, logs: Any) -> Any:
+        nonlocal is_first
         applied = ops.logical_not(_was_skipped(optimizer, kept.counter))
-        pairs = list(zip(kept.variables, kept.values, strict=True))
-        pairs = [(v, x) for v, x in pairs if getattr(v, "is_there", True)]
+        pairs = still_there(zip(kept.variables, kept.values, strict=True))
         if is_first and _backend.is_concrete(applied):
-            is_first.clear()
+            is_first = False
             idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
         variables, values = [v for v, _ in pairs], [x for _, x in pairs]
         _backend.keep_old_unless(applied, variables, values)

@@ -8,8 +8,9 @@ import keras
 
 from kmp import _backend
 from kmp.callbacks.curves.dashboard import Dashboard, settings_of
-from kmp.callbacks.curves.epoch_curves import EpochCurves, learning_rates
+from kmp.callbacks.curves.epoch_curves import EpochCurves
 from kmp.callbacks.curves.readings import flat
+from kmp.callbacks.learning_rates import learning_rates
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
 

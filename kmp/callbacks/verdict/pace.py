@@ -28,13 +28,13 @@ class _Point(NamedTuple):
     def fall_since(self, before: "_Point") -> float:
         """How many times smaller updates are than before, beyond what is to be expected.
 
-        That is what a lower rate, a smaller gradient and the sum of Adagrad explain. Momentum holds
-        what the rate was: so they must be smaller themselves, not only for their rate.
+        A lower learning rate, a smaller gradient and the growing sum of Adagrad explain a part. A
+        higher rate does not count against an update, since momentum still holds the earlier ones.
         """
         fall = before.update / self.update * min(self.rate / before.rate, 1.0)
         gradient_fall = before.grad_norm / self.grad_norm if self.grad_norm else math.inf
-        adagrads = math.sqrt(max(self.step / before.step / 10, 1.0))  # of long epochs
-        return fall / max(gradient_fall, 1.0) / adagrads
+        by_adagrad = math.sqrt(max(self.step / before.step / 10, 1.0))  # felt after long epochs
+        return fall / max(gradient_fall, 1.0) / by_adagrad
 
 
 class Pace:

@@ -13,6 +13,7 @@ from keras import ops
 
 from kmp import _backend
 from kmp._backend.types import Tensor
+from kmp._keras.buffers import buffers_of
 from kmp._keras.optimizer import inner_optimizer_of
 from kmp._keras.training import state_of
 from kmp.callbacks.verdict.pace import Pace
@@ -24,6 +25,7 @@ from kmp.precision.trees import is_float
 # How many times as large a moving variance may be as at the last look. One batch, with a momentum
 # of 0.99, has to be a thousand times as large as the others.
 _GROWTH = 1e4
+_EPSILON_OF_TORCH = 1e-5  # of its batch normalizations, by default
 
 
 class Spoiled(NamedTuple):
@@ -83,8 +85,9 @@ def lost_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -> lis
     pairs = [(v, layer) for layer in layers for v in state_of(layer) if _has_floats(v)]
     slots = [v for v in inner_optimizer_of(optimizer).variables if _has_floats(v)]
     values = _backend.read(model, [v for v, _ in pairs], each=True)
-    values, found = values + _backend.read(model, slots), []  # which replicas have in common
+    values += _backend.read(model, slots)  # which replicas have in common
     pairs += [(v, None) for v in slots]
+    found = []
     flags = ops.convert_to_numpy(_backend.are_finite(values)) if values else ()
     for (v, layer), x, is_finite in zip(pairs, values, flags, strict=True):
         is_statistic = isinstance(layer, keras.layers.BatchNormalization) or _is_torchs(v)
@@ -105,8 +108,8 @@ class Variances:
         """Compare with the last sound values. A variance that has grown keeps its old reference."""
         norms = (x for x in layers if isinstance(x, keras.layers.BatchNormalization))
         pairs = [(layer.moving_variance, layer.epsilon) for layer in norms if layer.built]
-        state = (v for layer in layers for v in state_of(layer))
-        pairs += [(v, 1e-5) for v in state if _is_torchs(v)]
+        buffers = (x for layer in layers for x in buffers_of(layer))
+        pairs += [(x, _EPSILON_OF_TORCH) for x in buffers if _is_torchs(x)]
         if not pairs:
             return []
         values = _backend.read(model, [v for v, _ in pairs], each=True)

@@ -56,7 +56,7 @@ class Verdict:
     UNDERFLOW    float16 loses gradients at a scale that could be higher
     UNSTABLE     overflows, gradients or updates are far more, or larger, than in sound training;
                  or weights, moving statistics or the optimizer's own state hold inf or NaN, or
-                 one huge batch has ruined them, so that updates are far too small for example
+                 one huge batch has ruined them, after which updates may be far too small
     STALLED      the weights stand still, although there are gradients; or all gradients of the
                  weights, biases aside, are exactly zero; or all weights are frozen, or half of
                  them have decayed to nothing
