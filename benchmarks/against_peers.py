@@ -29,6 +29,7 @@ from typing import NamedTuple
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the device too
 
+import device_turns
 import jax
 import keras
 import models
@@ -140,9 +141,15 @@ def _swap(updated, others):
 
 def _compiled(step: Callable, state, data) -> Run:
     data = jax.device_put(data)
-    # Copies: what is donated may still be a variable's.
-    holder = [jax.tree.map(jnp.array, state)]
-    program = jax.jit(step, donate_argnums=0).lower(holder[0], data).compile()
+    # Flat, since JMP's state cannot be rebuilt from what JAX describes arguments by. Copies, since
+    # what is donated may still be a variable's.
+    leaves, tree = jax.tree.flatten(state)
+    holder = [[jnp.array(leaf) for leaf in leaves]]
+
+    def flat_step(leaves, data):
+        return jax.tree.leaves(step(jax.tree.unflatten(tree, leaves), data))
+
+    program = jax.jit(flat_step, donate_argnums=0).lower(holder[0], data).compile()
 
     def run() -> None:
         holder[0] = program(holder[0], data)
@@ -181,24 +188,14 @@ def measure(model_name: str, half: str, rounds: int, steps: int, **size: int) ->
     """Milliseconds of a step of each, and the ratio of each to its own unscaled step."""
     build = functools.partial(models.MODELS[model_name], **size)
     keras.config.set_dtype_policy(f"mixed_{half}")
-    _, *data = build()
-    results: dict = {"missing": {}}
-    runs: dict[str, Run] = {}
-    for name, (base, needs) in PEERS.items():
-        missing = [package for package in needs if importlib.util.find_spec(package) is None]
-        if missing:
-            results["missing"][name] = missing
-            continue
-        for each in {base, name} - set(runs):
-            if base.startswith("torch"):
-                runs[each] = torch_step(each, model_name, data, half)
-            else:
-                runs[each] = (jax_step if base.startswith("optax") else keras_step)(build, each)
+    with device_turns.compiling():
+        runs, missing = _build_runs(model_name, build, half)
     sizes = {name: run.parameters for name, run in runs.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"The models differ in their number of parameters: {sizes}")
-    results["parameters"] = sizes["kmp"]
-    times = take_turns(runs, rounds, steps, model_name)
+    results: dict = {"missing": missing, "parameters": sizes["kmp"]}
+    with device_turns.timing():
+        times = take_turns(runs, rounds, steps, model_name)
     medians = {name: statistics.median(each) for name, each in times.items()}
     results["unscaled_ms"] = {name: ms for name, ms in medians.items() if name not in PEERS}
     for name, (base, _) in PEERS.items():
@@ -211,6 +208,25 @@ def measure(model_name: str, half: str, rounds: int, steps: int, **size: int) ->
                 "quartiles": quartiles,
             }
     return results
+
+
+def _build_runs(
+    model_name: str, build: Callable, half: str
+) -> tuple[dict[str, Run], dict[str, list[str]]]:
+    """Every peer and what it is compared with, by name; the packages that are missing, by peer."""
+    _, *data = build()
+    runs: dict[str, Run] = {}
+    missing: dict[str, list[str]] = {}
+    for name, (base, needs) in PEERS.items():
+        missing[name] = [x for x in needs if importlib.util.find_spec(x) is None]
+        if missing[name]:
+            continue
+        for each in {base, name} - set(runs):
+            if base.startswith("torch"):
+                runs[each] = torch_step(each, model_name, data, half)
+            else:
+                runs[each] = (jax_step if base.startswith("optax") else keras_step)(build, each)
+    return runs, {name: packages for name, packages in missing.items() if packages}
 
 
 def take_turns(runs: dict[str, Run], rounds: int, steps: int, title: str) -> dict[str, list[float]]:

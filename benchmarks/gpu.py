@@ -4,29 +4,34 @@
     python benchmarks/gpu.py step peers         these parts, each at most 8 minutes
     python benchmarks/gpu.py --smoke            every part in little, on any machine
 
-Needs the extras `bench`, `examples` and `test`, and JAX for CUDA (the extra `gpu`). Each part keeps
-what its commands printed in build/gpu, and the page is rewritten from all that is there.
+Needs the extras `bench`, `examples` and `test`, and JAX for CUDA (the extra `gpu`). The commands of
+a part start together: they compile side by side, and are timed one after another
+(device_turns.py). Each part keeps what its commands printed in build/gpu, and the page is rewritten
+from all that is there.
 """
 
 import argparse
+import concurrent.futures
 import importlib.util
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
-import time
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIMIT = 480  # seconds of a part
 HALVES = ("mixed_float16", "mixed_bfloat16", "bfloat16")
 MODELS = ("large_transformer", "resnet50")
+FITS = ("mlp", "cnn", "transformer")
 ABOUT = {
     "numerics": "The contract, the layers and stochastic rounding, by their tests.",
     "step": "A step over plain Adam, and what XLA plans to hold. The goal is 1.005 with health.",
     "memory": "The device's own peak, each in a process of its own.",
     "layers": "kmp's layers over Keras's.",
     "peers": "Each framework over its own unscaled step.",
+    "fit": "Whole `fit`s over plain Adam's, with the callback and what the host does.",
     "certify": "Whether training in half precision ends where float32 does.",
 }
 
@@ -34,21 +39,20 @@ ABOUT = {
 def commands(part: str, smoke: bool) -> list[str]:
     """The command lines of a part. A smoke test runs the first of them."""
     python = "python"
-    few, models = (" --rounds 3 --steps 2", ["mlp"]) if smoke else ("", MODELS)
+    few, models = (" --rounds 3 --steps 2", ["mlp"]) if smoke else (" --rounds 12", MODELS)
     halves = HALVES[1:2] if smoke else HALVES
     jax = f"KERAS_BACKEND=jax {python}"
     if part == "numerics":
-        names = ("jax", "torch", "tensorflow")
-        backends = [name for name in names if importlib.util.find_spec(name)]
         where = "tests/half_memory/test_rounding.py" if smoke else ""
-        tests = f'-m pytest -m "gpu and not wide" {where}'.strip()
-        return [f"KERAS_BACKEND={name} {python} {tests}" for name in backends]
+        share = max((os.cpu_count() or 1) // len(installed()), 1)
+        tests = f'-m pytest -n {share} -m "gpu and not wide" {where}'.strip()
+        return [f"KERAS_BACKEND={name} {python} {tests}" for name in installed()]
     if part == "step":
         each = [f"--model {model} --policy {half}" for model in models for half in halves]
         plain = [f'--model {model} --policy float32 --only "Adam"' for model in models]
         return [f"{python} benchmarks/gpu_step.py {x}{few}" for x in each + plain]
     if part == "memory":
-        few = few or " --rounds 3 --steps 5"
+        few = " --rounds 3 --steps 5"
         cases = [("float32", "Adam")]
         for half in halves:
             cases += [(half, "Keras's LossScaleOptimizer"), (half, "kmp, health")]
@@ -57,10 +61,23 @@ def commands(part: str, smoke: bool) -> list[str]:
     if part == "layers":
         return [f"{jax} benchmarks/layers.py" + smoke * " --smoke --rounds 3"]
     if part == "peers":
-        return [f"{python} benchmarks/against_peers.py" + smoke * " --smoke"]
+        few = " --smoke" if smoke else " --rounds 12"
+        return [f"{python} benchmarks/against_peers.py --only {model}{few}" for model in MODELS]
+    if part == "fit":
+        few = few if smoke else " --rounds 7"
+        each = f"--model {' '.join(FITS[: 1 if smoke else None])} --policy {HALVES[1]}{few}"
+        return [
+            f"KERAS_BACKEND={name} {python} benchmarks/step_overhead.py {each}"
+            for name in installed()
+        ]
     less = " --epochs 1 --seeds 2" if smoke else ""
     tasks = "diabetes" if smoke else "digits text"
     return [f"{jax} -m kmp certify --task {tasks} --policies {' '.join(halves)}{less}"]
+
+
+def installed() -> list[str]:
+    """The backends that are there."""
+    return [name for name in ("jax", "torch", "tensorflow") if importlib.util.find_spec(name)]
 
 
 def run(part: str, smoke: bool, folder: pathlib.Path) -> bool:
@@ -73,23 +90,40 @@ def run(part: str, smoke: bool, folder: pathlib.Path) -> bool:
     }
     if part == "numerics":  # float32 is meant where float32 stands
         environment |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0"}
-    begin, blocks, good = time.monotonic(), [], True
-    for line in commands(part, smoke)[: 1 if smoke else None]:
+    lines = commands(part, smoke)[: 1 if smoke else None]
+    for line in lines:
         print(f"{part}: {line}", flush=True)
-        left = LIMIT - (time.monotonic() - begin)
-        try:
-            options: dict = {"shell": True, "cwd": ROOT, "env": environment, "text": True}
-            done = subprocess.run(line, capture_output=True, timeout=max(left, 1), **options)
-            ended, text = done.returncode, done.stdout
-            # 1 of certify is a result: not equivalent.
-            if ended and not (part == "certify" and ended == 1):
-                good = False
-                text += f"{done.stderr[-2000:]}\nexit status {ended}\n"
-        except subprocess.TimeoutExpired as late:
-            good, text = False, (late.stdout or b"").decode() + f"not over after {LIMIT} s\n"
-        blocks.append(f"$ {line}\n{text.strip()}\n")
-        (folder / f"{part}.txt").write_text("\n".join(blocks))
-    return good
+    with concurrent.futures.ThreadPoolExecutor(len(lines)) as pool:
+        ended = list(pool.map(lambda line: run_command(line, part, environment), lines))
+    text = "\n".join(
+        f"$ {line}\n{text.strip()}\n" for line, (text, _) in zip(lines, ended, strict=True)
+    )
+    (folder / f"{part}.txt").write_text(text)
+    return all(good for _, good in ended)
+
+
+def run_command(line: str, part: str, environment: dict[str, str]) -> tuple[str, bool]:
+    """What a command line printed, and whether it ended well."""
+    process = subprocess.Popen(
+        line,
+        shell=True,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        text, errors = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the shell, and what it started
+        text, _ = process.communicate()
+        return f"{text}not over after {LIMIT} s\n", False
+    # 1 of certify is a result: not equivalent.
+    if process.returncode and not (part == "certify" and process.returncode == 1):
+        return f"{text}{errors[-2000:]}\nexit status {process.returncode}\n", False
+    return text, True
 
 
 def page(folder: pathlib.Path) -> str:

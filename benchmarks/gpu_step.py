@@ -13,6 +13,7 @@ import argparse
 import statistics
 
 import against_peers  # first: it sets the environment
+import device_turns
 import jax
 import keras
 import models
@@ -38,9 +39,11 @@ def main() -> None:
     keras.config.set_dtype_policy(arguments.policy)
     names = [arguments.only] if arguments.only else list(OPTIMIZERS)
     build = models.MODELS[arguments.model]
-    runs = {name: against_peers.keras_step(build, OPTIMIZERS[name]) for name in names}
+    with device_turns.compiling():
+        runs = {name: against_peers.keras_step(build, OPTIMIZERS[name]) for name in names}
     title = f"{arguments.model}, {arguments.policy}"
-    times = against_peers.take_turns(runs, arguments.rounds, arguments.steps, title)
+    with device_turns.timing():
+        times = against_peers.take_turns(runs, arguments.rounds, arguments.steps, title)
     millions = runs[names[0]].parameters / 1e6
     print(f"{title}, {millions:.1f} million parameters, {jax.devices()[0].device_kind}")
     base = next(iter(times.values()))
