@@ -158,12 +158,17 @@ def _within_bounds(rule: Any, scale: Any) -> Any:
         return rule.init().scale
     if not isinstance(rule, DynamicLossScale):
         return scale
-    finite = np.nan_to_num(np.asarray(scale), nan=rule.min_scale)
+    finite = np.nan_to_num(_to_numpy(scale), nan=rule.min_scale)
     return np.clip(finite, rule.min_scale, rule.max_scale)
 
 
+def _to_numpy(value: Any) -> np.ndarray:
+    """The numbers of a stored value: on torch, Keras reads bfloat16 into tensors on the GPU."""
+    return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else np.asarray(value)
+
+
 def _assign_all(optimizer: Any, values: list[tuple[Variable, Any]]) -> None:
-    arrays = [(variable, np.asarray(value)) for variable, value in values]
+    arrays = [(variable, _to_numpy(value)) for variable, value in values]
     wrong = [v.path for v, x in arrays if tuple(x.shape) != tuple(v.shape)]
     if wrong:
         inner = optimizer.inner_optimizer.variables

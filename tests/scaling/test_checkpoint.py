@@ -345,6 +345,23 @@ def test_a_run_without_loss_scaling_has_found_no_scale():
         assert float(ops.convert_to_numpy(optimizer.dynamic_scale)) == expected
 
 
+@pytest.mark.only("torch")
+def test_state_may_lie_where_numpy_cannot_read_it():
+    """As bfloat16 does on a GPU. A tensor that requires a gradient is refused by NumPy too."""
+    import torch
+
+    store = file_of(kmp.scaled("adam"), of_shapes((2,)))
+    slots = {key: value for key, value in store.items() if value.dtype.kind == "f"}
+    tensors = {key: torch.tensor(x, requires_grad=True) for key, x in slots.items()}
+    loaded = kmp.scaled("adam")
+    loaded.build(of_shapes((2,)))
+    loaded.load_own_variables(store | tensors)
+    again: dict = {}
+    loaded.save_own_variables(again)
+    for key, value in slots.items():
+        np.testing.assert_array_equal(again[key], value)
+
+
 def test_a_countdown_is_no_growth_tracker():
     amax = kmp.scaled("sgd", kmp.AmaxLossScale())
     amax.build(of_shapes((2,)))
