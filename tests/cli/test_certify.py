@@ -220,6 +220,14 @@ def test_a_built_in_task_builds(task, quick_weights):
     assert task.seeds >= 5
 
 
+def test_the_text_needs_no_module_that_a_machine_may_lack(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tkinter", None)  # turtle cannot be imported without it
+    monkeypatch.delitem(sys.modules, "turtle", raising=False)
+    _, (x, y), _ = TASKS["text"].build(0)
+    assert x.shape == y.shape == (1536, 32) and len(np.unique(x)) > 60
+
+
+
 def test_a_missing_scikit_learn_is_named(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
