@@ -15,6 +15,7 @@ of the medians, scaled over unscaled, with the quartiles of the ratios of neighb
 """
 
 import argparse
+import concurrent.futures
 import functools
 import importlib.util
 import json
@@ -60,7 +61,16 @@ class Run(NamedTuple):
     bytes: int | None = None  # that the step holds, by the compiler
 
 
-def keras_step(build: Callable, name: str) -> Run:
+class Lowered(NamedTuple):
+    """A training step of JAX's that XLA has yet to compile."""
+
+    program: jax.stages.Lowered
+    holder: list[list]  # of the state that the next step starts from
+    data: tuple
+    parameters: int
+
+
+def keras_step(build: Callable, name: str) -> Lowered:
     """Keras's own train step on JAX."""
     keras.utils.set_random_seed(0)
     model, x, y = build()
@@ -78,10 +88,10 @@ def keras_step(build: Callable, name: str) -> Run:
     parts = ("trainable_variables", "non_trainable_variables")
     kept = [[v.value for v in getattr(model, part)] for part in parts]
     kept += [[v.value for v in optimizer.variables], [v.value for v in model.metrics_variables]]
-    return _compiled(lambda state, data: model.train_step(state, data)[1], tuple(kept), (x, y))
+    return _lowered(lambda state, data: model.train_step(state, data)[1], tuple(kept), (x, y))
 
 
-def jax_step(build: Callable, name: str) -> Run:
+def jax_step(build: Callable, name: str) -> Lowered:
     """A loop of one's own on JAX, as the documentation of JMP and Flax has it."""
     import optax
 
@@ -131,7 +141,7 @@ def jax_step(build: Callable, name: str) -> Run:
         from flax.training.dynamic_scale import DynamicScale
 
         step, rule = with_flax, DynamicScale(scale=jnp.asarray(2.0**15, "float32"))
-    return _compiled(step, (trainable, others, adam.init(trainable), rule), (x, y))
+    return _lowered(step, (trainable, others, adam.init(trainable), rule), (x, y))
 
 
 def _swap(updated, others):
@@ -139,7 +149,7 @@ def _swap(updated, others):
     return trainable, others, slots
 
 
-def _compiled(step: Callable, state, data) -> Run:
+def _lowered(step: Callable, state, data) -> Lowered:
     data = jax.device_put(data)
     # Flat, since JMP's state cannot be rebuilt from what JAX describes arguments by. Copies, since
     # what is donated may still be a variable's.
@@ -149,16 +159,28 @@ def _compiled(step: Callable, state, data) -> Run:
     def flat_step(leaves, data):
         return jax.tree.leaves(step(jax.tree.unflatten(tree, leaves), data))
 
-    program = jax.jit(flat_step, donate_argnums=0).lower(holder[0], data).compile()
+    program = jax.jit(flat_step, donate_argnums=0).lower(holder[0], data)
+    return Lowered(program, holder, data, sum(v.size for v in state[0]))
 
-    def run() -> None:
+
+def compiled(lowered: dict[str, Lowered]) -> dict[str, Run]:
+    """Compile steps side by side: most of XLA's compiler runs on one core a program."""
+    with concurrent.futures.ThreadPoolExecutor(len(lowered) or 1) as pool:
+        programs = list(pool.map(lambda each: each.program.compile(), lowered.values()))
+    pairs = zip(lowered.items(), programs, strict=True)
+    return {name: _run(each, program) for (name, each), program in pairs}
+
+
+def _run(lowered: Lowered, program) -> Run:
+    holder, data = lowered.holder, lowered.data
+
+    def step() -> None:
         holder[0] = program(holder[0], data)
 
-    parameters = sum(v.size for v in state[0])
     held = program.memory_analysis()
     size = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes
     size += held.temp_size_in_bytes
-    return Run(run, lambda: jax.block_until_ready(holder[0]), parameters, size)
+    return Run(step, lambda: jax.block_until_ready(holder[0]), lowered.parameters, size)
 
 
 def torch_step(name: str, model_name: str, data, half: str) -> Run:
@@ -216,17 +238,20 @@ def _build_runs(
     """Every peer and what it is compared with, by name; the packages that are missing, by peer."""
     _, *data = build()
     runs: dict[str, Run] = {}
+    lowered: dict[str, Lowered] = {}
     missing: dict[str, list[str]] = {}
     for name, (base, needs) in PEERS.items():
         missing[name] = [x for x in needs if importlib.util.find_spec(x) is None]
         if missing[name]:
             continue
-        for each in {base, name} - set(runs):
+        for each in {base, name} - set(runs) - set(lowered):
             if base.startswith("torch"):
                 runs[each] = torch_step(each, model_name, data, half)
             else:
-                runs[each] = (jax_step if base.startswith("optax") else keras_step)(build, each)
-    return runs, {name: packages for name, packages in missing.items() if packages}
+                lowered[each] = (jax_step if base.startswith("optax") else keras_step)(build, each)
+    return compiled(lowered) | runs, {
+        name: packages for name, packages in missing.items() if packages
+    }
 
 
 def take_turns(runs: dict[str, Run], rounds: int, steps: int, title: str) -> dict[str, list[float]]:

@@ -93,13 +93,16 @@ def run(part: str, smoke: bool, folder: pathlib.Path) -> bool:
     lines = commands(part, smoke)[: 1 if smoke else None]
     for line in lines:
         print(f"{part}: {line}", flush=True)
+    blocks, good = {}, True
     with concurrent.futures.ThreadPoolExecutor(len(lines)) as pool:
-        ended = list(pool.map(lambda line: run_command(line, part, environment), lines))
-    text = "\n".join(
-        f"$ {line}\n{text.strip()}\n" for line, (text, _) in zip(lines, ended, strict=True)
-    )
-    (folder / f"{part}.txt").write_text(text)
-    return all(good for _, good in ended)
+        started = {pool.submit(run_command, line, part, environment): line for line in lines}
+        for future in concurrent.futures.as_completed(started):
+            text, ended_well = future.result()
+            good = good and ended_well
+            blocks[started[future]] = f"$ {started[future]}\n{text.strip()}\n"
+            printed = [blocks[line] for line in lines if line in blocks]
+            (folder / f"{part}.txt").write_text("\n".join(printed))
+    return good
 
 
 def run_command(line: str, part: str, environment: dict[str, str]) -> tuple[str, bool]:

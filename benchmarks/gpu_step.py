@@ -40,7 +40,8 @@ def main() -> None:
     names = [arguments.only] if arguments.only else list(OPTIMIZERS)
     build = models.MODELS[arguments.model]
     with device_turns.compiling():
-        runs = {name: against_peers.keras_step(build, OPTIMIZERS[name]) for name in names}
+        lowered = {name: against_peers.keras_step(build, OPTIMIZERS[name]) for name in names}
+        runs = against_peers.compiled(lowered)
     title = f"{arguments.model}, {arguments.policy}"
     with device_turns.timing():
         times = against_peers.take_turns(runs, arguments.rounds, arguments.steps, title)
