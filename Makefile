@@ -68,7 +68,7 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Other people's programs through everything, an hour or two, into docs/programs.md; then the tests
+# Other people's programs through everything, an hour or two, into docs/lab/programs.md; then the tests
 # that `make test-all` leaves out where keras-hub and keras-rs are missing.
 programs: $(VENV)-programs/stamp
 	$(VENV)-programs/bin/python benchmarks/programs/table.py

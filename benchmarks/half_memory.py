@@ -1,4 +1,4 @@
-"""Train with bfloat16 weights and slots under several optimizers, and write docs/half_memory.md.
+"""Train with bfloat16 weights and slots under several optimizers, and write docs/lab/half_memory.md.
 
     KERAS_BACKEND=jax python benchmarks/half_memory.py optimizers     also tensorflow, torch
     KERAS_BACKEND=jax python benchmarks/half_memory.py transformer    twenty minutes on a CPU
@@ -35,7 +35,7 @@ from kmp.cli.tasks import Task
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "half_memory"
-PAGE = ROOT / "docs" / "half_memory.md"
+PAGE = ROOT / "docs" / "lab" / "half_memory.md"
 BACKEND = keras.backend.backend()
 
 # All weights in bfloat16, those of the output layer too, which computes in float32.
@@ -51,7 +51,7 @@ INTRODUCTION = """# Does it train with half the memory?
 Weights and the optimizer's slots in bfloat16, against float32, from the same seeds and on the same
 batches. kmp computes each update in float32 and rounds once, at random. *Equivalent* means that the
 90% interval of the mean difference lies within a margin that was stated before: one point of
-accuracy, 2% of a loss. [Parity](parity.md) explains the test, and has five tasks more.
+accuracy, 2% of a loss. [Parity](../parity.md) explains the test, and has five tasks more.
 
 ```bash
 KERAS_BACKEND=jax python benchmarks/half_memory.py optimizers     # and tensorflow, and torch

@@ -1,4 +1,4 @@
-"""A few of the programs of docs/programs.md; `make programs` runs all of them."""
+"""A few of the programs of docs/lab/programs.md; `make programs` runs all of them."""
 
 import importlib.util
 import pathlib
@@ -60,6 +60,6 @@ def test_a_program_works(name, column, modules):
 def test_the_page_is_of_the_programs_that_there_are(modules):
     """Each row of the table is in the page, or the page was not written since."""
     catalogue, _ = modules
-    page = (PROGRAMS.parents[1] / "docs" / "programs.md").read_text()
+    page = (PROGRAMS.parents[1] / "docs" / "lab" / "programs.md").read_text()
     missing = [entry.what for entry in catalogue.CATALOGUE.values() if entry.what not in page]
     assert missing == []

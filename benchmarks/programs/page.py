@@ -1,4 +1,4 @@
-"""docs/programs.md from the results."""
+"""docs/lab/programs.md from the results."""
 
 import pathlib
 import re
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from catalogue import CATALOGUE
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "programs.md"
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "lab" / "programs.md"
 
 COLUMNS = {
     "fit": "`fit` in `mixed_float16`: the losses of four steps are those of Keras's "

@@ -1,4 +1,4 @@
-"""Run other people's programs through kmp, and write docs/programs.md.
+"""Run other people's programs through kmp, and write docs/lab/programs.md.
 
     python benchmarks/programs/table.py                  every program, an hour; then the page
     python benchmarks/programs/table.py --only gpt2 --columns file audit    these cells anew
