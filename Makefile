@@ -66,6 +66,7 @@ dist-check:
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # Other people's programs through everything, an hour or two, into docs/lab/programs.md; then the tests

@@ -227,7 +227,6 @@ def test_the_text_needs_no_module_that_a_machine_may_lack(monkeypatch):
     assert x.shape == y.shape == (1536, 32) and len(np.unique(x)) > 60
 
 
-
 def test_a_missing_scikit_learn_is_named(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
