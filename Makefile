@@ -53,7 +53,7 @@ test-pre:
 	  $(VENV)-pre/bin/pip list --format freeze | grep -E '^(keras-nightly|jax)==' && \
 	  KERAS_BACKEND=jax $(VENV)-pre/bin/python -m pytest -n 2 --dist worksteal \
 	    -m "not wide and not slow" $(CORE) $(patsubst %,tests/%,layers callbacks precision \
-	      scaling health half_memory models debug saved_files test_house.py)) \
+	      scaling health half_memory int8 models debug saved_files test_house.py)) \
 	|| echo "WARNING: kmp does not pass on the pre-releases above, or they could not be installed."
 
 # The wheel and the sdist in dist/, checked as the package index would; see docs/releasing.md.

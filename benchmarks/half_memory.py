@@ -1,4 +1,4 @@
-"""Train with bfloat16 weights and slots under several optimizers, and write docs/lab/half_memory.md.
+"""Train with bfloat16 weights and slots under several optimizers into docs/lab/half_memory.md.
 
     KERAS_BACKEND=jax python benchmarks/half_memory.py optimizers     also tensorflow, torch
     KERAS_BACKEND=jax python benchmarks/half_memory.py transformer    twenty minutes on a CPU

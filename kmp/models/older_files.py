@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from kmp._keras import give_policy, layers_of
+from kmp.int8.quantized import quantize_like
 from kmp.models.policy_tree import other_layers
-from kmp.models.quantized import quantize_like
 from kmp.precision.policy import get_policy
 
 

@@ -15,9 +15,9 @@ import keras
 
 from kmp._keras import layers_of, parts_of
 from kmp._keras.building import casting_inputs
+from kmp.int8.quantized import quantization_of
 from kmp.models.older_files import in_float32, is_flat_list, restore_flat_list
 from kmp.models.policy_tree import restore, restore_int8, saved_tree
-from kmp.models.quantized import quantization_of
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 

@@ -11,7 +11,7 @@ import keras
 
 from kmp._keras import give_policy, parts_of
 from kmp._keras.building import after_build
-from kmp.models.quantized import quantization_of, quantize_like
+from kmp.int8.quantized import quantization_of, quantize_like
 from kmp.models.weights import dtype_changes, retype
 from kmp.precision.policy import Policy, get_policy
 

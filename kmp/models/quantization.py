@@ -6,11 +6,11 @@ from typing import Any
 import keras
 
 from kmp._keras import check_model, forget_functions, layers_of, path_of
+from kmp.int8.fake_quantization import FakeQuantized, FakeQuantizedDense
+from kmp.int8.quantizable import not_told_to_train, plan_for
+from kmp.int8.quantized import PREPARED, is_unseen, prepare, quantize, require_int8, undo
 from kmp.models.convert import to_mixed_precision
-from kmp.models.fake_quantization import FakeQuantized, FakeQuantizedDense
 from kmp.models.policies import remember_policies
-from kmp.models.quantizable import not_told_to_train, plan_for
-from kmp.models.quantized import PREPARED, is_unseen, prepare, quantize, require_int8, undo
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
 
 

@@ -21,8 +21,8 @@ from quantized_models import (
 
 import kmp
 from kmp._keras import layers_of
-from kmp.models.fake_quantization import FakeQuantized
-from kmp.models.range_quantizer import RangeQuantizer
+from kmp.int8.fake_quantization import FakeQuantized
+from kmp.int8.range_quantizer import RangeQuantizer
 
 
 @needs("quantization_config")

@@ -8,8 +8,8 @@ from keras import ops
 from kmp._backend.types import Tensor
 from kmp._common import number, whole_number
 from kmp._keras import without_autocast
-from kmp.models.convolution import add_bias_and_activate, convolve
-from kmp.models.range_quantizer import checked_bits, levels_of
+from kmp.int8.convolution import add_bias_and_activate, convolve
+from kmp.int8.range_quantizer import checked_bits, levels_of
 
 OBSERVER = ("input_range", "observed_batches", "freeze_at")
 NEVER = 2**24  # batches: float32 cannot count further

@@ -6,10 +6,10 @@ import keras
 from keras import ops
 
 from kmp._keras import drop_variable, replace_kernel, take_class, unlocked, versions
-from kmp.models import fake_quantization as fake
-from kmp.models import int8_convolution as int8
-from kmp.models.fake_quantization import OBSERVER, FakeQuantized
-from kmp.models.range_quantizer import RangeQuantizer, levels_of
+from kmp.int8 import fake_quantization as fake
+from kmp.int8 import int8_convolution as int8
+from kmp.int8.fake_quantization import OBSERVER, FakeQuantized
+from kmp.int8.range_quantizer import RangeQuantizer, levels_of
 
 PREPARED: dict[Any, Any] = {
     keras.layers.Dense: fake.FakeQuantizedDense,

@@ -9,7 +9,7 @@ from older import needs
 from quantized_models import fit, one_dense, value, values
 
 import kmp
-from kmp.models.fake_quantization import FakeQuantizedDense
+from kmp.int8.fake_quantization import FakeQuantizedDense
 
 
 def rounded(x, step, bits):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kmp._keras import call_in_training, own_weights, parts_of, path_of, symbolic_outputs
-from kmp.models.fake_quantization import FakeQuantized
-from kmp.models.quantized import PREPARED
+from kmp.int8.fake_quantization import FakeQuantized
+from kmp.int8.quantized import PREPARED
 
 
 def plan_for(model: Any, filter_fn: Callable | None) -> list[tuple[Any, str]]:

@@ -6,7 +6,7 @@ from keras import layers, ops
 
 import kmp
 from kmp._keras import layers_of
-from kmp.models.fake_quantization import FakeQuantized
+from kmp.int8.fake_quantization import FakeQuantized
 
 IMAGES = np.random.default_rng(0).normal(size=(8, 6, 6, 2)).astype("float32")
 TARGETS = np.random.default_rng(1).normal(size=(8, 3)).astype("float32")

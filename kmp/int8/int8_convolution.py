@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from kmp._keras import mark_quantized
-from kmp.models.convolution import add_bias_and_activate, along_channels, convolve
+from kmp.int8.convolution import add_bias_and_activate, along_channels, convolve
 
 
 class Int8Convolution(keras.Layer):
