@@ -72,7 +72,7 @@ lint: $(VENV)/test.stamp
 # Other people's programs through everything, an hour or two, into docs/lab/programs.md; then the tests
 # that `make test-all` leaves out where keras-hub and keras-rs are missing.
 programs: $(VENV)-programs/stamp
-	$(VENV)-programs/bin/python benchmarks/programs/table.py
+	$(VENV)-programs/bin/python compat/table.py
 	KERAS_BACKEND=tensorflow $(VENV)-programs/bin/python -m pytest tests/test_programs.py
 	KERAS_BACKEND=jax $(VENV)-programs/bin/python -m pytest tests/test_programs.py
 

@@ -6,7 +6,7 @@ import pathlib
 import keras
 import pytest
 
-PROGRAMS = pathlib.Path(__file__).parents[1] / "benchmarks" / "programs"
+COMPAT = pathlib.Path(__file__).parents[1] / "compat"
 PACKAGES = {"keras-hub": "keras_hub", "keras-rs": "keras_rs", "BayesFlow": "bayesflow"}
 
 # keras-hub and keras-rs warn of what they do themselves, as when a layer drops a mask.
@@ -19,8 +19,8 @@ pytestmark = [
 
 @pytest.fixture
 def modules(monkeypatch):
-    """What benchmarks/programs consists of, importable as it is for its own processes."""
-    monkeypatch.syspath_prepend(PROGRAMS)
+    """What compat consists of, importable as it is for its own processes."""
+    monkeypatch.syspath_prepend(COMPAT)
     import catalogue
     import worker
 
@@ -60,6 +60,6 @@ def test_a_program_works(name, column, modules):
 def test_the_page_is_of_the_programs_that_there_are(modules):
     """Each row of the table is in the page, or the page was not written since."""
     catalogue, _ = modules
-    page = (PROGRAMS.parents[1] / "docs" / "lab" / "programs.md").read_text()
+    page = (COMPAT.parent / "docs" / "lab" / "programs.md").read_text()
     missing = [entry.what for entry in catalogue.CATALOGUE.values() if entry.what not in page]
     assert missing == []

@@ -87,8 +87,8 @@ class DivergenceGuard(keras.callbacks.Callback):
     Source: going back to a snapshot of before the spike and past the batches is what was done by
     hand for PaLM (Chowdhery et al. 2022, section 5.1).
 
-    False alarms, measured by `benchmarks/false_alarms.py` with the default detector on 10,000
-    simulated decaying curves of 1,000 readings for each kind of noise; curves with any alarm:
+    False alarms, measured by `benchmarks/experiments/false_alarms.py` with the default detector on
+    10,000 simulated decaying curves of 1,000 readings for each kind of noise; those with an alarm:
 
     ```
     normal, standard deviation 1-20% of the loss                        0

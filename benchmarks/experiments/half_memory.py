@@ -1,7 +1,7 @@
 """Train with bfloat16 weights and slots under several optimizers into docs/lab/half_memory.md.
 
-    KERAS_BACKEND=jax python benchmarks/half_memory.py optimizers     also tensorflow, torch
-    KERAS_BACKEND=jax python benchmarks/half_memory.py transformer    twenty minutes on a CPU
+    KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py optimizers    any backend
+    KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py transformer   twenty minutes
 
 Both use the test of `python -m kmp certify`. Each run keeps its result in build/half_memory, and
 writes the page anew from all that is there.
@@ -33,7 +33,7 @@ from kmp.cli.ledger import Ledger
 from kmp.cli.printing import Progress
 from kmp.cli.tasks import Task
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "half_memory"
 PAGE = ROOT / "docs" / "lab" / "half_memory.md"
 BACKEND = keras.backend.backend()
@@ -54,8 +54,8 @@ batches. kmp computes each update in float32 and rounds once, at random. *Equiva
 accuracy, 2% of a loss. [Parity](../parity.md) explains the test, and has five tasks more.
 
 ```bash
-KERAS_BACKEND=jax python benchmarks/half_memory.py optimizers     # and tensorflow, and torch
-KERAS_BACKEND=jax python benchmarks/half_memory.py transformer
+KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py optimizers  # each backend
+KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py transformer
 ```
 """
 TITLES = {

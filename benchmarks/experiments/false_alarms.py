@@ -1,6 +1,6 @@
 """How often `SpikeDetector` takes ordinary noise for divergence.
 
-    python benchmarks/false_alarms.py            10,000 curves for each kind of noise, 15 minutes
+    python benchmarks/experiments/false_alarms.py     10,000 curves a kind of noise, 15 minutes
 
 Each curve is what a healthy run shows: a power law that decays from 1 to a floor,
 

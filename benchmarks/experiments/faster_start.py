@@ -1,6 +1,6 @@
 """AmaxLossScale against DynamicLossScale: accuracy and skipped steps, on digits in mixed float16.
 
-    KERAS_BACKEND=torch python benchmarks/faster_start.py [--seeds 5] [--epochs 12]
+    KERAS_BACKEND=torch python benchmarks/experiments/faster_start.py [--seeds 5] [--epochs 12]
 
 Each seed splits the data anew, and trains both rules from the same weights on the same batches. A
 weight of the loss makes the default scale too large.

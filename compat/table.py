@@ -1,9 +1,9 @@
 """Run other people's programs through kmp, and write docs/lab/programs.md.
 
-    python benchmarks/programs/table.py                  every program, an hour; then the page
-    python benchmarks/programs/table.py --only gpt2 --columns file audit    these cells anew
-    python benchmarks/programs/table.py --backend jax    the same on JAX (or torch), in other tables
-    python benchmarks/programs/table.py --page           the page from the results that are there
+    python compat/table.py                  every program, an hour; then the page
+    python compat/table.py --only gpt2 --columns file audit    these cells anew
+    python compat/table.py --backend jax    the same on JAX (or torch), in other tables
+    python compat/table.py --page           the page from the results that are there
 
 The page keeps the section of a backend until there are results of all its cells.
 
@@ -24,7 +24,7 @@ from catalogue import CATALOGUE
 from page import COLUMNS, PAGE, markdown
 
 HERE = pathlib.Path(__file__).resolve().parent
-RESULTS = HERE.parents[1] / "build" / "programs"
+RESULTS = HERE.parent / "build" / "programs"
 STARTING = 180  # seconds that importing may take
 
 
@@ -39,7 +39,7 @@ def fill(name: str, columns: list[str], backend: str, limit: float) -> dict[str,
 def attempt(name: str, columns: list[str], backend: str, limit: float) -> dict[str, dict]:
     """One worker: the cells that it filled; the last may say that it crashed or took too long."""
     variables = {**os.environ, "KERAS_BACKEND": backend}
-    variables["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
+    variables["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE)])
     (RESULTS / "logs").mkdir(parents=True, exist_ok=True)
     with open(RESULTS / "logs" / f"{backend}-{name}.txt", "a") as log:
         worker = subprocess.Popen(

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from catalogue import CATALOGUE
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "lab" / "programs.md"
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "lab" / "programs.md"
 
 COLUMNS = {
     "fit": "`fit` in `mixed_float16`: the losses of four steps are those of Keras's "
@@ -37,8 +37,8 @@ with random weights in a small configuration, through everything that kmp does w
 
 ```bash
 make programs                                       # or, with the extra `programs` installed:
-python benchmarks/programs/table.py                 # writes this page
-python benchmarks/programs/table.py --only gpt2     # one row again
+python compat/table.py                 # writes this page
+python compat/table.py --only gpt2     # one row again
 ```
 
 A cell says *works*, *Keras cannot* (plain Keras fails in the same place) or *kmp cannot*. What a

@@ -1,6 +1,6 @@
 """The new process: load a program's file, predict, train on, and compare with what was.
 
-python benchmarks/programs/load.py gpt2 model.keras
+python compat/load.py gpt2 model.keras
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Fill cells of one row, in a process of its own: one line of JSON when a cell begins and ends.
 
-python benchmarks/programs/worker.py gpt2 fit audit
+python compat/worker.py gpt2 fit audit
 """
 
 import json

@@ -1,6 +1,6 @@
 """Train every built-in task in float32 and in half precision, and write docs/parity.md.
 
-    KERAS_BACKEND=jax python benchmarks/parity.py
+    KERAS_BACKEND=jax python benchmarks/experiments/parity.py
 
 The same as `python -m kmp certify --all`, with two things set: XLA rounds wherever the program says
 so, rather than keep what it fuses in float32, and JAX compiles each step once for all seeds.
@@ -25,7 +25,7 @@ from kmp.cli.ledger import Ledger
 from kmp.cli.printing import Progress
 from kmp.cli.tasks import TASKS
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "parity.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "parity.md"
 
 INTRODUCTION = """# Parity with float32
 
@@ -34,7 +34,7 @@ every task that they tried. This page asks the same of kmp, on tasks that any ma
 
 ```bash
 pip install '/path/to/this/clone[jax,examples]'
-KERAS_BACKEND=jax python benchmarks/parity.py   # writes this page
+KERAS_BACKEND=jax python benchmarks/experiments/parity.py   # writes this page
 python -m kmp certify --task digits             # one task; or module:function for one of yours
 ```
 
