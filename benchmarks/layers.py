@@ -25,6 +25,7 @@ import numpy as np
 from keras import ops
 
 import kmp
+from kmp._backend import backend
 from kmp.cli.doctor import version_of
 
 BACKEND = keras.backend.backend()
@@ -156,7 +157,7 @@ def environment() -> dict:
     """Versions and device."""
     names = {"tensorflow": ["tensorflow"], "jax": ["jax", "jaxlib"], "torch": ["torch"]}[BACKEND]
     versions = {name: version_of(name) for name in ("keras", "numpy", *names)}
-    found = kmp._backend.device()
+    found = backend.device()
     processor = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
     device = processor if found.platform == "cpu" else found.name
     return {"backend": BACKEND, "device": device, "kmp": kmp.__version__, **versions}

@@ -225,7 +225,7 @@ def test_one_place_touches_what_is_private_to_keras():
         ("from keras.src.backend.common import masking", {"keras.src"}),
         ("x = keras.src.backend.AutocastScope(None)", {"keras.src"}),
         ("class A:\n    def f(self):\n        self._mine = 1\n        return other._mine", set()),
-        ("x = row._asdict(), y.__dict__, kmp._backend.platform()", set()),
+        ("x = row._asdict(), y.__dict__, kmp._backend.backend.platform()", set()),
     ],
 )
 def test_private_names_of_others_are_found(source, expected):

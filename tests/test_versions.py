@@ -7,7 +7,7 @@ from older import needs
 from oracle import BACKEND
 
 import kmp
-from kmp import _backend
+from kmp._backend import backend
 from kmp._keras import versions
 
 
@@ -77,9 +77,9 @@ def test_the_wrapper_knows_its_variables():
 
 def test_bitcast_is_that_of_numpy():
     x = np.array([0.0, -0.0, 1.5, np.inf, np.nan, 2.0**-149], "float32")
-    bits = _backend.bitcast(keras.ops.convert_to_tensor(x), "int32")
+    bits = backend.bitcast(keras.ops.convert_to_tensor(x), "int32")
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(bits), x.view("int32"))
-    back = keras.ops.convert_to_numpy(_backend.bitcast(bits, "float32"))
+    back = keras.ops.convert_to_numpy(backend.bitcast(bits, "float32"))
     np.testing.assert_array_equal(back.view("int32"), x.view("int32"))
 
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
 
 
@@ -67,7 +67,7 @@ class KeptVariables:
             keras.Variable._direct_assign = assign
 
     def _keep(self, variables: Iterable[Variable]) -> None:
-        copy = _copied_to_host if self._on_host else _backend.preserved
+        copy = _copied_to_host if self._on_host else backend.preserved
         new = {id(v): v for v in variables if getattr(v, "_value", None) is not None}
         for key in new.keys() - self._kept.keys():
             self._kept[key] = (new[key], copy(new[key]))

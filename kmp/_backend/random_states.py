@@ -10,7 +10,7 @@ from keras import ops
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
-from kmp import _backend
+from kmp._backend import backend
 
 # The key of that seed has a name since Keras 3.13.
 _SEED = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
@@ -21,7 +21,7 @@ class RandomStates:
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._backend = _backend.random_state()
+        self._backend = backend.random_state()
         self._seed: keras.random.SeedGenerator | None = global_state.get_global_attribute(_SEED)
         self._value = None if self._seed is None else ops.copy(self._seed.state.value)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.random_states import RandomStates
 from kmp._common import number, warn, whole_number
 from kmp.callbacks.loss_tracker import RECENT
@@ -192,7 +192,7 @@ class LearningRateFinder(keras.callbacks.Callback):
             )
         if place is not None:
             self.suggestion = self.learning_rates[place]
-        if self.log_dir is not None and done and _backend.writes_logs(self._model):
+        if self.log_dir is not None and done and backend.writes_logs(self._model):
             self._write(self.log_dir)
 
     def plot(self, path: str | os.PathLike[str]) -> None:

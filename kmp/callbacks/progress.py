@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Variable
 from kmp._common import warn
 from kmp._keras.optimizer import steps_of
@@ -61,7 +61,7 @@ def read_progress(model: Any, weights: Sequence[Variable] = ()) -> Progress:
     if counts_skips and optimizer.built:
         counters += [optimizer.steps, optimizer.skipped_steps, optimizer.consecutive_skips]
     counters.append(tracker.recent)
-    live = _backend.read(model, [*counters, *weights])
+    live = backend.read(model, [*counters, *weights])
     counts, values = live[: len(counters)], live[len(counters) :]
     finite = ops.stack([True, *(ops.all(ops.isfinite(x)) for x in values)])
     *numbers, recent, flags = transfer([*counts, finite])

@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._keras import awaits_weights, has_weights, training
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.callbacks.undo import protected_step
@@ -281,7 +281,7 @@ def _ended_by_errors(model: Any, function: Callable[..., Any]) -> Callable[..., 
     def train_function(*args: Any) -> Any:
         try:
             return function(*args)
-        except _backend.END_OF_DATA:
+        except backend.END_OF_DATA:
             raise
         except BaseException:
             _end_claims(model)
@@ -294,6 +294,6 @@ def _end_claims(model: Any) -> None:
     # JAX may have lost the state of a step that raised. Keras says so then, and the next `fit`
     # ends the claims.
     with contextlib.suppress(Exception):
-        _backend.settle(model)
+        backend.settle(model)
         if guard := _guard_of(model):
             guard.abandon()

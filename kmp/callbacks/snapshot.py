@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Variable
 from kmp._keras import layers_of
 from kmp._keras.buffers import Buffer, buffers_of, still_there
@@ -61,7 +61,7 @@ def constants_that_are_not_finite(model: Any) -> set[int]:
         model: `keras.Model`, before it trains. Later a moving statistic may be among them.
     """
     variables = list(model.non_trainable_variables)
-    finite = ops.stack([True, *(all_finite([x]) for x in _backend.read(model, variables))])
+    finite = ops.stack([True, *(all_finite([x]) for x in backend.read(model, variables))])
     flags = ops.convert_to_numpy(finite)[1:]
     return {id(v) for v, flag in zip(variables, flags, strict=True) if not flag}
 
@@ -76,7 +76,7 @@ def take_snapshot(model: Any, step: int, meant: Collection[int] = ()) -> Snapsho
     """
     state, optimizers = training_state(model), _optimizers(model)
     scales = [_scale_of(optimizer) for optimizer in optimizers]
-    live = _backend.read(model, [*state, *(x for x in scales if x is not None)])
+    live = backend.read(model, [*state, *(x for x in scales if x is not None)])
     # Asked on the device: a process may hold a part only, and all have to come to one answer.
     held = live[: len(state)]
     # A module's mask of -inf is one of its buffers.
@@ -86,7 +86,7 @@ def take_snapshot(model: Any, step: int, meant: Collection[int] = ()) -> Snapsho
         return None
     found = iter(live[len(state) :])
     loss_scales = [1.0 if x is None else _number(next(found)) for x in scales]
-    return Snapshot(step, state, [_backend.to_host(x) for x in held], loss_scales)
+    return Snapshot(step, state, [backend.to_host(x) for x in held], loss_scales)
 
 
 def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[str]:
@@ -102,7 +102,7 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
         What changed beside the state, in words.
     """
     for variable, value in still_there(zip(snapshot.variables, snapshot.values, strict=True)):
-        _backend.from_host(variable, value)
+        backend.from_host(variable, value)
     pairs = list(zip(_optimizers(model), snapshot.loss_scales, strict=True))
     if len(pairs) > 1:  # what `compile` has without an argument may never step
         pairs = [(x, scale) for x, scale in pairs if _number(inner_optimizer_of(x).iterations)]

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.random_states import RandomStates
 from kmp._backend.types import Tensor
 from kmp._keras.optimizer import inner_optimizer_of, replace_learning_rate, steps_of
@@ -44,7 +44,7 @@ class SweptModel:
     def __init__(self, model: Any, min_lr: float, max_lr: float, steps: int):
         optimizer = model.optimizer
         variables = [*model.variables, *model.metrics_variables, *optimizer.variables]
-        self._values = [(v, _backend.to_host(v)) for v in unique(variables)]
+        self._values = [(v, backend.to_host(v)) for v in unique(variables)]
         self._random_states = RandomStates()
         self._inner = inner_optimizer_of(optimizer)
         applied = int(ops.convert_to_numpy(steps_of(self._inner)))
@@ -55,7 +55,7 @@ class SweptModel:
         """Put everything back."""
         replace_learning_rate(self._inner, self._learning_rate)
         for variable, value in self._values:
-            _backend.from_host(variable, value)
+            backend.from_host(variable, value)
         self._random_states.restore()
 
 

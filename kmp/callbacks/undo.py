@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import layers_of
 from kmp._keras.buffers import Buffer, still_there
@@ -59,7 +59,7 @@ def protected_step(
 
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return tracked  # which skips nothing
-    told_late = is_kmps and not _backend.SEES_LOSS
+    told_late = is_kmps and not backend.SEES_LOSS
     # Buffers of PyTorch that the first step left alone, as masks: they are not copied in each step.
     idle: set[Any] = set()
     is_first = True
@@ -68,7 +68,7 @@ def protected_step(
         state = _undone_by_a_skip(model, tracker)
         variables = [v for v in state if not isinstance(v, Buffer) or v.key not in idle]
         counters = [_skip_counter(optimizer), tracker.nonfinite_losses]
-        *values, counter, losses = _backend.kept_values([*variables, *counters])
+        *values, counter, losses = backend.kept_values([*variables, *counters])
         scale = optimizer.scaled_step.counters.state if told_late else None
         return _Kept(variables, values, counter, losses, scale)
 
@@ -76,18 +76,18 @@ def protected_step(
         nonlocal is_first
         applied = ops.logical_not(_was_skipped(optimizer, kept.counter))
         pairs = still_there(zip(kept.variables, kept.values, strict=True))
-        if is_first and _backend.is_concrete(applied):
+        if is_first and backend.is_concrete(applied):
             is_first = False
             idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
         variables, values = [v for v, _ in pairs], [x for _, x in pairs]
-        _backend.keep_old_unless(applied, variables, values)
+        backend.keep_old_unless(applied, variables, values)
         if kept.scale is not None:
             nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
             nonfinite = ops.logical_and(ops.logical_not(applied), nonfinite)
             optimizer.scaled_step.forget_scale_of(kept.scale, nonfinite)
         return _present_logs(model, logs)
 
-    return _backend.around_train_step(model, tracked, before, after)
+    return backend.around_train_step(model, tracked, before, after)
 
 
 def _skip_counter(optimizer: Any) -> Variable:

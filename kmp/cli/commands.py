@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp.cli import architectures
 from kmp.cli.bench import bench, bench_table, write_hparams
 from kmp.cli.building import load, parse_policy
@@ -121,7 +121,7 @@ def _benchmark(name: str) -> Callable[[], tuple]:
     """A function that builds one of `MODELS` with random data; eight times as wide beyond CPUs."""
 
     def build():
-        scale = 1 if _backend.platform() == "cpu" else 8
+        scale = 1 if backend.platform() == "cpu" else 8
         random = np.random.default_rng(0)
         if name == "mlp":
             model = architectures.mlp(512, [512 * scale] * 4, 10)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import DeviceMemory, Tree
 
 
@@ -49,12 +49,12 @@ def step_memory(model: Any, x: Tree, y: Tree, before: DeviceMemory | None) -> St
         model: compiled, and trained.
         x: one batch.
         y: its targets.
-        before: `_backend.device_memory()` before the model was built.
+        before: `backend.device_memory()` before the model was built.
     """
-    after = _backend.device_memory()
+    after = backend.device_memory()
     if before is not None and after is not None:
         return StepMemory(after.peak - before.in_use, "peak of the device's allocator")
-    counted = _backend.compiled_step_bytes(model, x, y)
+    counted = backend.compiled_step_bytes(model, x, y)
     if counted is not None:
         return StepMemory(counted, "XLA's analysis of the compiled step")
     return StepMemory(None, "not available on this backend and device")

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import keras
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Device, DType
 from kmp.precision.trees import HALF_DTYPES, half_dtype
 
@@ -85,7 +85,7 @@ def _advise_cpu(times: Times) -> Advice:
     return Advice(f"mixed_{dtype}", why, (other,))
 
 
-def what_xla_will_do(backend: str, platform: str) -> str:
+def what_xla_will_do(framework: str, platform: str) -> str:
     """Say which of the trainer's functions XLA compiles, in Keras's default `jit_compile="auto"`.
 
     Example:
@@ -93,9 +93,9 @@ def what_xla_will_do(backend: str, platform: str) -> str:
     >>> what_xla_will_do("torch", "gpu")
     'nothing: PyTorch runs eagerly unless jit_compile=True, which means torch.compile'
     """
-    if backend == "torch":
+    if framework == "torch":
         return "nothing: PyTorch runs eagerly unless jit_compile=True, which means torch.compile"
-    if backend == "tensorflow" and platform == "cpu":
+    if framework == "tensorflow" and platform == "cpu":
         return 'nothing: on CPUs Keras reads jit_compile="auto" as False on TensorFlow'
     return "compile the whole step of fit, evaluate and predict"
 
@@ -134,7 +134,8 @@ def _seconds(x) -> float:
 
 def report() -> str:
     """What `doctor` prints: the facts, the advice, and what follows from it."""
-    device, backend = _backend.device(), keras.backend.backend()
+    device = backend.device()
+    framework = keras.backend.backend()
     times = product_times(("float32", *HALF_DTYPES))
     advice = advise(device, times)
     capability = device.compute_capability
@@ -145,8 +146,8 @@ def report() -> str:
     rows = {
         "device": f"{device.name} ({device.platform})",
         "compute capability": ".".join(map(str, capability)) if capability else "none",
-        "backend": f"{backend}, Keras {keras.__version__}",
-        "XLA will": what_xla_will_do(backend, device.platform),
+        "backend": f"{framework}, Keras {keras.__version__}",
+        "XLA will": what_xla_will_do(framework, device.platform),
         "half_dtype()": half_dtype(),
         "measured here": f"{_SIZE} x {_SIZE} matrix product: {measured}",
         "advised policy": f"{advice.policy}: {advice.why}",
@@ -216,13 +217,16 @@ def environment() -> dict[str, str]:
     >>> environment()["keras"] == keras.__version__
     True
     """
-    device, backend = _backend.device(), keras.backend.backend()
-    packages = {"tensorflow": ["tensorflow"], "jax": ["jax", "jaxlib"], "torch": ["torch"]}[backend]
+    device = backend.device()
+    framework = keras.backend.backend()
+    packages = {"tensorflow": ["tensorflow"], "jax": ["jax", "jaxlib"], "torch": ["torch"]}[
+        framework
+    ]
     return {
         "device": f"{device.name} ({device.platform}), {platform.machine()}, "
         f"{os.cpu_count()} CPU cores",
-        "backend": backend,
-        "XLA will": what_xla_will_do(backend, device.platform),
+        "backend": framework,
+        "XLA will": what_xla_will_do(framework, device.platform),
         "kmp": version_of("kmp"),
         "python": platform.python_version(),
         **{name: version_of(name) for name in ("keras", "numpy", *packages)},
@@ -253,6 +257,6 @@ def environment_line(facts: dict[str, str]) -> str:
     kmp 1
     """
     facts = dict(facts)
-    device, backend, xla = (facts.pop(name) for name in ("device", "backend", "XLA will"))
+    device, framework, xla = (facts.pop(name) for name in ("device", "backend", "XLA will"))
     versions = ", ".join(f"{name} {version}" for name, version in facts.items())
-    return f"{device}; {backend}; XLA: {xla}\n{versions}"
+    return f"{device}; {framework}; XLA: {xla}\n{versions}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tree
 from kmp.cli.building import build_under
 from kmp.cli.costs import StepMemory, skipped_steps, step_memory
@@ -28,7 +28,7 @@ class Run:
     """
 
     def __init__(self, build: Callable[[], tuple], policy: str, seed: int):
-        self._memory_before = _backend.device_memory()
+        self._memory_before = backend.device_memory()
         self.model, *self.data = build_under(build, policy, seed)
         self.steps = 0
         self.loss = float("nan")

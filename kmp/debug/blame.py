@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Gradient, Variable
 from kmp._keras.calls import Call
 from kmp.debug.replay import Loss
@@ -254,5 +254,5 @@ def nonfinite_variables(
     return [
         v
         for v, g in zip(variables, gradients, strict=True)
-        if g is not None and has_nonfinite(measure(_backend.gradient_rows(g)))
+        if g is not None and has_nonfinite(measure(backend.gradient_rows(g)))
     ]

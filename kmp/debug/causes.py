@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Gradient, Variable
 from kmp._keras.calls import Call
 from kmp.debug.blame import Blame, Cotangents
@@ -57,7 +57,7 @@ def backward_cause(
     """
     if blame.part == "weights":
         again = tuple(
-            tensor_stats(_backend.gradient_values(gradient))
+            tensor_stats(backend.gradient_values(gradient))
             for variable, gradient in zip(variables, gradients, strict=True)
             if gradient is not None and variable.path in blame.variables
         )

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tensor, Tree
 from kmp._common import table, whole_number
 from kmp.debug.policies import under
@@ -142,7 +142,7 @@ def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> Memory
                 activations[policy] = _activation_bytes(model, sample) * batch_size // samples
                 if policy == _HALF or not half:
                     loss = _loss_of(model, sample)
-                    compiled[policy] = _backend.compiled_bytes(model, specs, loss)
+                    compiled[policy] = backend.compiled_bytes(model, specs, loss)
     by_row = (None, None, compiled[_HALF]) if half else (*compiled.values(), None)
     return MemoryReport(batch_size, _rows_of(model, activations, by_row))
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Gradient, Tree
 from kmp._common import table
 from kmp._keras.calls import Call, Recorder
@@ -283,4 +283,4 @@ def _gradient_sqnr(
 
 
 def _numbers(gradients: list[Gradient]) -> list[Any]:
-    return [None if g is None else as_float64(_backend.gradient_rows(g)) for g in gradients]
+    return [None if g is None else as_float64(backend.gradient_rows(g)) for g in gradients]

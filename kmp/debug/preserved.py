@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.kept_variables import KeptVariables
 from kmp._backend.random_states import RandomStates
 from kmp._keras import layers_of, path_of
@@ -47,7 +47,7 @@ class Preserved:
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(self._variables.with_assigned())
         self._patches.enter_context(_refusing_weights())
-        self._patches.enter_context(_backend.without_functions())
+        self._patches.enter_context(backend.without_functions())
         return self
 
     def __exit__(self, *exception: Any) -> None:

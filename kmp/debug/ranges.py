@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tree
 from kmp._keras.calls import Call
 from kmp.debug.preserved import Preserved
@@ -120,7 +120,7 @@ def _gradients(
     _, gradients = backward(model, batch, 1.0, keys, record)
     for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
         if gradient is not None and id(variable) in owners:
-            values = as_float64(ops.cast(_backend.gradient_rows(gradient), "float32"))
+            values = as_float64(ops.cast(backend.gradient_rows(gradient), "float32"))
             found[owners[id(variable)]].append(values)
     return found
 

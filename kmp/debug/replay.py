@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Tree
 from kmp._keras import check_model, takes_training, with_mask_of
 from kmp._keras.calls import Call, Recorder, recording
@@ -116,7 +116,7 @@ def raising_layer(model: keras.Model, batch: Batch) -> Any:
 def _holds_numbers(call: Call) -> bool:
     """Whether nothing that the call got or gave is a tracer of a compiled function."""
     tensors = floats((call.received, call.outputs))
-    return call.received is not None and all(map(_backend.is_concrete, tensors))
+    return call.received is not None and all(map(backend.is_concrete, tensors))
 
 
 def backward(
@@ -148,7 +148,7 @@ def backward(
         if isinstance(call.layer, Loss) and role == "output":
             return tree
         tensors, note = floats(tree), functools.partial(record, time, call, role)
-        copies = [_backend.watch_gradient(x, note) for x in tensors]
+        copies = [backend.watch_gradient(x, note) for x in tensors]
         for source, copy in zip(tensors, copies, strict=True):
             with_mask_of(source, copy)
         copy_of = dict(zip(map(id, tensors), copies, strict=True))
@@ -161,7 +161,7 @@ def backward(
             value = Loss(model)(x, y, y_pred, sample_weight, training=training)
         return ops.multiply(ops.cast(value, "float32"), scale)
 
-    return _backend.gradients(loss, model.trainable_variables)
+    return backend.gradients(loss, model.trainable_variables)
 
 
 def loss_scale_of(model: Any) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tensor
 
 _MAGNITUDE = 2**31 - 1
@@ -42,12 +42,12 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
     Source: Zamirai et al. 2020, *Revisiting BFloat16 Training*, section 4.
     """
-    as_bits = _backend.bitcast(x, "int32")
+    as_bits = backend.bitcast(x, "int32")
     to_largest = _LARGEST - ops.bitwise_and(as_bits, _MAGNITUDE)  # below 0 for inf and NaN
     noise = ops.minimum(ops.bitwise_and(bits, _LOWER_HALF), ops.maximum(to_largest, 0))
     # The noise never reaches the sign. A NaN that arithmetic makes has bits in the upper half.
     rounded = ops.bitwise_and(as_bits + noise, _UPPER_HALF)
-    return ops.cast(_backend.bitcast(rounded, "float32"), "bfloat16")
+    return ops.cast(backend.bitcast(rounded, "float32"), "bfloat16")
 
 
 def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) -> Tensor:
@@ -71,11 +71,11 @@ def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) ->
     a state); the hash is the finalizer of Appleby's MurmurHash3, applied twice.
     """
     # Scalars of the step, the same for all places: XLA computes them once for all variables.
-    key = _backend.hash_bits(_backend.hash_bits(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
-    other = _backend.hash_bits(key + _signed(_GOLDEN))
+    key = backend.hash_bits(backend.hash_bits(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
+    other = backend.hash_bits(key + _signed(_GOLDEN))
     inner, outer = (_signed(_hash_number(_GOLDEN * (2 * place + i))) for i in (1, 2))
-    hashed = _backend.hash_bits(_indices(shape) + ops.bitwise_xor(key, inner))
-    return _backend.hash_bits(ops.bitwise_xor(hashed, other + outer))
+    hashed = backend.hash_bits(_indices(shape) + ops.bitwise_xor(key, inner))
+    return backend.hash_bits(ops.bitwise_xor(hashed, other + outer))
 
 
 def _indices(shape: Sequence[int]) -> Tensor:
@@ -91,7 +91,7 @@ def _indices(shape: Sequence[int]) -> Tensor:
 
 
 def _hash_number(x: int) -> int:
-    """`_backend.hash_bits` of a Python number."""
+    """`backend.hash_bits` of a Python number."""
     x %= 2**32
     x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
     x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice, warn
 from kmp._keras import updates
@@ -167,7 +167,7 @@ def _update(
         view = variable  # on a replica of TensorFlow's this is its own copy
     with one_update():
         updates.decay_weights(inner, view)
-        updates.update_one(inner, _backend.dense(gradient), view, learning_rate)
+        updates.update_one(inner, backend.dense(gradient), view, learning_rate)
 
 
 def is_master(variable: Variable) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
 from kmp.half_memory.rounding import random_bits, stochastic_round
 
@@ -42,7 +42,10 @@ class Rounding:
         return stochastic_round(value, random_bits(tuple(value.shape), seed, step, place))
 
 
-class Float32View(_backend.BaseView):
+_BaseView: Any = backend.BaseView  # a type checker takes no attribute for a base
+
+
+class Float32View(_BaseView):
     """A variable in half precision that reads as float32, and rounds what is assigned to it.
 
     It has no memory of its own. Within `one_update` the assigned values stay in float32, and are

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from kmp import _backend
-from kmp._backend import WHOLE, Pieces
+from kmp._backend import WHOLE, Pieces, backend
 from kmp._backend.types import Gradient, Tensor
 from kmp.health.measure import SMALL, Part
 
@@ -82,7 +81,7 @@ def sample(
     target: str = "host",
     pieces: Pieces = WHOLE,
 ) -> Tensor:
-    """Sample gradients and weights, on the target that `_backend.per_target` names.
+    """Sample gradients and weights, on the target that `backend.per_target` names.
 
     Returns:
         float32[2 * n]: samples of the gradients in the order of `layout`, then of the weights in
@@ -113,7 +112,7 @@ def sample_weights(
 
 
 def _sampled(values: Gradient, cut: Cut, target: str, pieces: Pieces) -> Tensor:
-    found = pieces.everywhere(_backend.gradient_sample(values, cut.strides, target))
+    found = pieces.everywhere(backend.gradient_sample(values, cut.strides, target))
     # A sparse gradient's number of rows is only known at run time.
     return found if found.shape == (cut.size,) else ops.reshape(found, (cut.size,))
 
@@ -147,11 +146,11 @@ def measure_sample(
     update = ops.subtract(after, weights)
     unmoved = ops.logical_and(ops.not_equal(gradient, 0.0), ops.equal(update, 0.0))
     rows = np.repeat(np.array(order, "int32"), [sizes[i] for i in order])
-    first_key = _backend.constant(rows * np.int32(_KEYS))
+    first_key = backend.constant(rows * np.int32(_KEYS))
     row = ops.arange(len(COLUMNS) + 1, dtype="int32")[:, None]
     keys = _chosen(row, [WEIGHT_NORM, UPDATE_NORM, UNMOVED_SHARE, len(COLUMNS) + _bin(gradient)])
     values = [ops.square(after), ops.square(update), ops.cast(unmoved, "float32"), 1.0]
-    sums = _backend.segment_sum(
+    sums = backend.segment_sum(
         ops.reshape(_chosen(row, values), (-1,)),
         ops.reshape(first_key + keys, (-1,)),
         len(sizes) * _KEYS,
@@ -178,7 +177,7 @@ def _chosen(number: Tensor, options: Sequence[Any]) -> Tensor:
 
 def _bin(values: Tensor) -> Tensor:
     """int32[n]: the bin of each value, read from its bits: exact, without a logarithm."""
-    bits = ops.right_shift(_backend.bitcast(values, "int32"), _MANTISSA)
+    bits = ops.right_shift(backend.bitcast(values, "int32"), _MANTISSA)
     exponent = ops.bitwise_and(bits, _EXPONENT_BITS) - _BIAS
     inner = ops.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1
     outer = ops.where(ops.equal(values, 0.0), 0, inner)

@@ -14,8 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp import _backend
-from kmp._backend import WHOLE, Pieces
+from kmp._backend import WHOLE, Pieces, backend
 from kmp._backend.types import Gradient, Tensor
 
 # Levels are in true units (after division by the loss scale) and over finite values only, so that
@@ -42,7 +41,7 @@ class Part(NamedTuple):
 
 def _values_of(part: Part) -> Tensor:
     """The values of a part; rows of a sparse gradient with the same index are summed."""
-    return part.values if part.is_dense else _backend.gradient_rows(part.values)
+    return part.values if part.is_dense else backend.gradient_rows(part.values)
 
 
 def gather(
@@ -60,7 +59,7 @@ def gather(
     small: dict[Any, list[int]] = {}
     parts, large = [], []
     kinds, alone = kinds or [None] * len(sizes), alone or [False] * len(sizes)
-    dense = _backend.are_dense(gradients)
+    dense = backend.are_dense(gradients)
     for i, (x, size, kind) in enumerate(zip(gradients, sizes, kinds, strict=True)):
         if x is None or size == 0:
             continue
@@ -81,7 +80,7 @@ def _chunks(items: list[T]) -> list[list[T]]:
     return [items[i : i + _OPERANDS] for i in range(0, len(items), _OPERANDS)]
 
 
-@functools.partial(_backend.compiled, static=(0,))
+@functools.partial(backend.compiled, static=(0,))
 def _as_rows(size: int, tensors: Sequence[Tensor]) -> Tensor:
     # TensorFlow does not know the size of every gradient while it traces.
     return ops.stack([x if x.shape == (size,) else ops.reshape(x, (size,)) for x in tensors])
@@ -116,7 +115,7 @@ def _reduce_parts(
     return _in_rows(join(_joined(found) if len(found) > 1 else found[0]), order, number)
 
 
-@_backend.compiled
+@backend.compiled
 def _joined(found: Sequence[Columns]) -> Columns:
     return tuple(ops.concatenate(x) for x in zip(*found, strict=True))
 
@@ -149,10 +148,8 @@ def _reduced(kind: str, look: Callable[[Tensor], Columns], parts: Sequence[Part]
     """The columns of parts that are reduced together: one value for each gradient."""
     values = [_values_of(part) for part in parts]
     if kind == "channels":
-        vectors = [_backend.reduce_columns(look(x), tuple(range(len(x.shape) - 1))) for x in values]
-        return _backend.reduce_columns(
-            tuple(ops.stack(x) for x in zip(*vectors, strict=True)), (1,)
-        )
+        vectors = [backend.reduce_columns(look(x), tuple(range(len(x.shape) - 1))) for x in values]
+        return backend.reduce_columns(tuple(ops.stack(x) for x in zip(*vectors, strict=True)), (1,))
     if not parts[0].stacked:
         stacked = ops.stack(values)
     else:
@@ -160,10 +157,10 @@ def _reduced(kind: str, look: Callable[[Tensor], Columns], parts: Sequence[Part]
     return _reduced_rows(look, stacked)
 
 
-@functools.partial(_backend.compiled, static=(0,))
+@functools.partial(backend.compiled, static=(0,))
 def _reduced_rows(look: Callable[[Tensor], Columns], stacked: Tensor) -> Columns:
     """The columns of each row, which JAX traces and lowers once for all gradients of one shape."""
-    return _backend.reduce_columns(look(stacked), tuple(range(1, len(stacked.shape))))
+    return backend.reduce_columns(look(stacked), tuple(range(1, len(stacked.shape))))
 
 
 def measure(
@@ -186,15 +183,15 @@ def measure(
     table = _reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
     present = {i for part in parts for i in part.members}
     whole = np.array([n if i in present else 0 for i, n in enumerate(sizes)], "float32")
-    return _levels(*pieces.reduced(table), _backend.constant(whole))
+    return _levels(*pieces.reduced(table), backend.constant(whole))
 
 
-@_backend.compiled
+@backend.compiled
 def _table(columns: Columns) -> Tensor:
     return ops.stack([ops.cast(x, "float32") for x in columns], axis=1)
 
 
-@_backend.compiled
+@backend.compiled
 def _levels(sums: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
     # `sums` has the sum of squares at L2_NORM, and the number of non-zeros at ZERO_SHARE.
     squares, nonzero, nonfinite = (sums[:, i] for i in (L2_NORM, ZERO_SHARE, NONFINITE))
@@ -202,7 +199,7 @@ def _levels(sums: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
     return ops.stack([ops.sqrt(squares), largest[:, MAX_ABS], zero_share, nonfinite], axis=1)
 
 
-@_backend.compiled
+@backend.compiled
 def nonfinite_of(levels: Tensor) -> Tensor:
     """float32[num_variables]: how many numbers of each gradient are not finite."""
     return levels[:, NONFINITE]
@@ -224,23 +221,23 @@ def find_nonfinite(
     """float32[number]: above 0 for gradients with inf or NaN, 0 for sound or missing ones."""
     if not parts:
         return ops.zeros((number,), "float32")
-    if not _backend.inside_xla():
+    if not backend.inside_xla():
         order = [i for part in parts for i in part.members]
         rows = (ops.unstack(part.values) if part.stacked else [_values_of(part)] for part in parts)
         values = list(itertools.chain.from_iterable(rows))
-        return _in_rows(ops.cast(~_backend.are_finite(values), "float32"), order, number)
+        return _in_rows(ops.cast(~backend.are_finite(values), "float32"), order, number)
     find = functools.partial(_reduce_parts, _look_for_nonfinite, lambda found: ops.maximum(*found))
     found = find(parts, number, together)
     return pieces.reduced(ops.cast(found, "float32"))[1]
 
 
 def _look_for_nonfinite(values: Tensor) -> Columns:
-    # `_backend.reduce_columns` needs two columns on CPUs, and both must be used.
+    # `backend.reduce_columns` needs two columns on CPUs, and both must be used.
     nonfinite = ops.cast(ops.logical_not(ops.isfinite(values)), "int32")
     return nonfinite, nonfinite
 
 
-@_backend.compiled
+@backend.compiled
 def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
     """int32[] and int32[]: how many gradients are not finite, and the index of the one to blame.
 
@@ -248,4 +245,4 @@ def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
     first, and inf and NaN spread from there to the variables before it.
     """
     bad = ops.cast(nonfinite > 0, "int32")
-    return _backend.reduce_columns((bad, bad * ops.arange(bad.shape[0], dtype="int32")), (0,))
+    return backend.reduce_columns((bad, bad * ops.arange(bad.shape[0], dtype="int32")), (0,))

@@ -1,7 +1,7 @@
 """What a step measures of its gradients, planned once when the optimizer is built.
 
 The plan depends on variables and settings, not on the device. How to measure on a device is decided
-when the step is compiled for it: `_backend.per_target` passes the name of the target to the
+when the step is compiled for it: `backend.per_target` passes the name of the target to the
 functions here, and `_WAYS` has an entry for each target.
 """
 
@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from kmp import _backend
-from kmp._backend import Pieces
+from kmp._backend import Pieces, backend
 from kmp._backend.types import Gradient, Tensor
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, Part, gather
@@ -114,10 +113,10 @@ class MeasurePlan:
         tensors: Sequence[Any],
         apart: bool = False,
     ) -> Sequence[Tensor]:
-        """`_backend.per_target`, on each device with the pieces it holds; see `Pieces.each`."""
+        """`backend.per_target`, on each device with the pieces it holds; see `Pieces.each`."""
         if any(self.split):
             function = self.pieces.each(function, of, apart)
-        return _backend.per_target(function, shapes, *tensors)
+        return backend.per_target(function, shapes, *tensors)
 
     def of_gradients(self, table: Tensor) -> Tensor:
         """Return `[num_variables, ...]` with zeros in the rows of values that are not gradients."""
@@ -180,9 +179,9 @@ def look(
     nonfinite, levels = _check(plan, gradients)
     # Outside XLA the few steps that overflow ask for the culprit; the others need only a number.
     blamed = measure.blame(nonfinite) if gradients.divide else None
-    (number,) = blamed[:1] if blamed else _backend.reduce_columns((nonfinite,), (0,))
+    (number,) = blamed[:1] if blamed else backend.reduce_columns((nonfinite,), (0,))
     sampling = (due.sampling,) if due else ()
-    finite, loss_finite, read = _backend.flags(number, loss_nonfinite, *numbers, *sampling)
+    finite, loss_finite, read = backend.flags(number, loss_nonfinite, *numbers, *sampling)
     numbers = read[: len(numbers)]
     on_host, largest = isinstance(finite, np.bool_), None
     if plan.max_abs:
@@ -239,7 +238,7 @@ def _complete(
 
         previous = health[:, : len(LEVELS)]
         if others and way.branches:
-            return [_backend.compute_if(due, all_levels, previous)]
+            return [backend.compute_if(due, all_levels, previous)]
         return [ops.where(due, all_levels(), previous)]
 
     shapes = [(len(plan.sizes), len(LEVELS))]
@@ -278,7 +277,7 @@ def take_sample(
         zeros = ops.zeros((number,), "float32")
         take = functools.partial(details.sample, gradients, weights, cuts, target, plan.pieces)
         if _WAYS[target].branches:
-            return [_backend.compute_if(due, take, zeros)]
+            return [backend.compute_if(due, take, zeros)]
         return [ops.where(due, take(), zeros)]
 
     tensors = [seen.due_details, *(part.values for part in parts), *weights]
@@ -286,7 +285,7 @@ def take_sample(
     shapes = [(number * plan.pieces.number,)]
     (before,) = plan.per_target(sample, shapes, of, tensors, apart=True)
     # Otherwise XLA may update the weights first, and keep a copy of all of them for the sample.
-    finite, order = _backend.after(seen.finite, before), details.layout(parts, len(plan.shapes))
+    finite, order = backend.after(seen.finite, before), details.layout(parts, len(plan.shapes))
     return seen._replace(finite=finite, sample=before, order=order)
 
 

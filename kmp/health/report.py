@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tensor
 from kmp._common import table
 from kmp.health import details as _sample
@@ -232,7 +232,7 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
     kept = optimizer.telemetry
     counters = [optimizer.steps, optimizer.skipped_steps, optimizer.consecutive_skips]
     tables = [kept.sampling, kept.health, kept.events, kept.details]
-    values = transfer(_backend.read(model, [optimizer.scale_variable, *counters, *tables]))
+    values = transfer(backend.read(model, [optimizer.scale_variable, *counters, *tables]))
     scale, step, skipped, in_a_row, sampling, matrix, events, details = values
     measured_step, details_step = sampling.tolist()[2:]
     paths, step_scales = optimizer.variable_paths, optimizer.step_scales_loss
@@ -270,9 +270,9 @@ def transfer(values: Sequence[Tensor]) -> list[np.ndarray]:
     ]
 
 
-@_backend.compiled
+@backend.compiled
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    bits = [_backend.bitcast(x, "int32") if _is_float(x) else ops.cast(x, "int32") for x in tensors]
+    bits = [backend.bitcast(x, "int32") if _is_float(x) else ops.cast(x, "int32") for x in tensors]
     return ops.concatenate([ops.reshape(x, (-1,)) for x in bits])
 
 

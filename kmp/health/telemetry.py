@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from kmp import _backend
-from kmp._backend import Pieces
+from kmp._backend import Pieces, backend
 from kmp._backend.types import Tensor, Variable
 from kmp._common import whole_number
 from kmp.health import details, measure
@@ -48,7 +47,7 @@ class Telemetry:
 
     def at_start(self) -> Due:
         """What tells whether a step is to measure, before it writes anything."""
-        return Due(due, *_backend.read(None, [self.sampling, self.health]))
+        return Due(due, *backend.read(None, [self.sampling, self.health]))
 
     def sample(self, update_freq: Any, and_at: int) -> None:
         """Choose how often steps are measured; see `LossScaleOptimizer.sample_gradients`."""
@@ -104,7 +103,7 @@ class Telemetry:
                 found = details.measure_sample(before, after, cuts, seen.order, pieces)
                 return plan.of_gradients(found)
 
-            return [_backend.compute_if(due, table, previous)]
+            return [backend.compute_if(due, table, previous)]
 
         previous = ops.convert_to_tensor(self.details)
         tensors = (seen.due_details, seen.sample, previous, *weights)
@@ -128,7 +127,7 @@ def kept_sampling(optimizer: Any) -> Callable[[], None]:
     return restore
 
 
-@_backend.compiled
+@backend.compiled
 def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
     """float32[n, 5]: the matrix of `COLUMNS` after a step. Counts are exact up to 2**24 steps.
 
@@ -145,7 +144,7 @@ def accumulate(levels: Tensor, nonfinite: Tensor, previous: Tensor) -> Tensor:
     return ops.concatenate([levels[:, :NONFINITE], ops.stack(counts, axis=1)], axis=1)
 
 
-@_backend.compiled
+@backend.compiled
 def add_event(
     events: Tensor, step: Tensor, scale: Tensor, blamed: Sequence[Tensor], loss_finite: Tensor
 ) -> Tensor:
@@ -159,7 +158,7 @@ def add_event(
     return ops.where(number > 0, ops.concatenate([new, events[:-1]]), events)
 
 
-@_backend.compiled
+@backend.compiled
 def sampled(sampling: Tensor, step: Tensor, levels: Tensor, details: Tensor) -> Tensor:
     """int32[4]: `sampling`, with `step` noted if it measured `levels`, or `details` (bool[])."""
     last = [ops.where(levels, step, sampling[2]), ops.where(details, step, sampling[3])]

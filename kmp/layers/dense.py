@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tensor
 from kmp.precision.trees import HALF_DTYPES
 
@@ -127,7 +127,7 @@ def _matmul_rows(x: Tensor, kernel: Tensor) -> Tensor:
     half = x.dtype
 
     def forward(x, kernel):
-        return (_backend.matmul_float32(x, ops.cast(kernel, half)),)
+        return (backend.matmul_float32(x, ops.cast(kernel, half)),)
 
     def backward(inputs, kept, gradients):
         x, kernel = inputs
@@ -136,4 +136,4 @@ def _matmul_rows(x: Tensor, kernel: Tensor) -> Tensor:
         to_kernel = _matmul_rows(ops.transpose(x), upstream)
         return ops.cast(to_x, half), ops.cast(to_kernel, kernel.dtype)
 
-    return _backend.custom_gradient(forward, backward, (x, kernel))[0]
+    return backend.custom_gradient(forward, backward, (x, kernel))[0]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import DType, Tensor
 from kmp.precision.policy import Policy
 from kmp.precision.trees import at_least_float32, is_float
@@ -166,8 +166,8 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
             to_y, centred = ops.cast(to_y, mean.dtype), at_least_float32(x) - mean
             gamma = ops.cast(gamma, mean.dtype)
             inverse = ops.rsqrt(variance + epsilon)
-            to_beta = _backend.sum_along(to_y, axis)
-            to_gamma = _backend.sum_along(to_y * (centred * inverse), axis)
+            to_beta = backend.sum_along(to_y, axis)
+            to_gamma = backend.sum_along(to_y * (centred * inverse), axis)
             # Each element affects every output through the moments, also on other replicas.
             to_mean = to_mean - gamma * inverse * to_beta
             to_variance = to_variance - 0.5 * gamma * ops.square(inverse) * to_gamma
@@ -179,10 +179,10 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
 
         def step_by_step():
             inputs = (x, gamma, beta) if mask is None else (x, gamma, beta, mask)
-            return _backend.custom_gradient(forward, backward, inputs)
+            return backend.custom_gradient(forward, backward, inputs)
 
         if mask is None and not synchronized and dtype == keras.backend.standardize_dtype(x.dtype):
-            y, *found = _backend.fused_batch_norm(x, gamma, beta, axis, epsilon, step_by_step)
+            y, *found = backend.fused_batch_norm(x, gamma, beta, axis, epsilon, step_by_step)
         else:
             y, *found = step_by_step()
         return y, Moments(*found)
@@ -219,12 +219,12 @@ def moments(x: Tensor, mask: Tensor | None, axis: int, synchronized: bool = Fals
     Returns:
         `Moments` of the dtype of `x`; mean and variance are 0 where the count is 0.
     """
-    total = _backend.sum_along(_chosen(x, mask), axis)
+    total = backend.sum_along(_chosen(x, mask), axis)
     total, count = _over_replicas(synchronized, total, _count(x, mask, axis, total))
     divisor = ops.maximum(count, 1)
     shift = ops.stop_gradient(total / divisor)
     rest = _chosen(x - shift, mask)
-    sums = (_backend.sum_along(each, axis) for each in (rest, ops.square(rest)))
+    sums = (backend.sum_along(each, axis) for each in (rest, ops.square(rest)))
     first, second = (each / divisor for each in _over_replicas(synchronized, *sums))
     return Moments(shift + first, ops.maximum(second - ops.square(first), 0), count)
 
@@ -243,7 +243,7 @@ def _chosen(values: Tensor, mask: Tensor | None) -> Tensor:
 def _count(x: Tensor, mask: Tensor | None, axis: int, like: Tensor) -> Tensor:
     """The number of elements over all axes but `axis`, in the shape of `like`."""
     if mask is not None:
-        return _backend.sum_along(ops.cast(mask, x.dtype), axis)
+        return backend.sum_along(ops.cast(mask, x.dtype), axis)
     sizes = ops.shape(x)
     number = ops.convert_to_tensor(math.prod((*sizes[:axis], *sizes[axis + 1 :])))
     return ops.broadcast_to(ops.cast(number, x.dtype), ops.shape(like))
@@ -253,4 +253,4 @@ def _over_replicas(synchronized: bool, *values: Tensor) -> Sequence[Tensor]:
     """The values; if `synchronized`, summed over the replicas in one collective."""
     if not synchronized:
         return values
-    return ops.unstack(_backend.all_reduce_sum(ops.stack(values)), len(values))
+    return ops.unstack(backend.all_reduce_sum(ops.stack(values)), len(values))

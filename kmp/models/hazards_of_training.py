@@ -6,7 +6,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._keras import compile_arguments, layers_of, path_of
 from kmp._keras.optimizer import optimizers_of
 from kmp.half_memory import HalfMemory
@@ -50,7 +50,7 @@ def unscaled_float16(model: Any) -> Hazards:
 def float16_on_a_tpu(model: Any) -> Hazards:
     """TPUs have no float16 matrix product."""
     layers = [x for x in layers_of(model) if x.compute_dtype == "float16"]
-    if layers and _backend.platform() == "tpu":
+    if layers and backend.platform() == "tpu":
         yield (
             path_of(layers[-1]),
             "TPUs have no float16 matrix product.",

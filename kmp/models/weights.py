@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import own_state, own_weights
 from kmp.precision.trees import HALF_DTYPES
@@ -63,7 +63,7 @@ def retype(
         exact: by the id of a weight, a float32 value to take in place of its own.
     """
     undo = [
-        _backend.retype(weight, keras.ops.cast(exact.get(id(weight), weight), dtype))
+        backend.retype(weight, keras.ops.cast(exact.get(id(weight), weight), dtype))
         for weight, dtype in changes
     ]
 

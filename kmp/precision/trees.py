@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 from keras import ops
 
-from kmp import _backend
-from kmp._backend.default import at_least_float32 as at_least_float32
-from kmp._backend.default import is_complex
-from kmp._backend.default import is_float as is_float
+from kmp._backend import backend
+from kmp._backend.base import at_least_float32 as at_least_float32
+from kmp._backend.base import is_complex
+from kmp._backend.base import is_float as is_float
 from kmp._backend.types import DType, Tensor, Tree
 from kmp._keras import with_mask_of
 
@@ -36,7 +36,7 @@ def half_dtype() -> DType:
     Source: JMP, `half_dtype` (which only checks for TPUs); NVIDIA, "CUDA C++ Programming Guide",
     arithmetic throughput by compute capability.
     """
-    capability = _backend.device().compute_capability
+    capability = backend.device().compute_capability
     return "float16" if capability and capability < (8, 0) else "bfloat16"
 
 
@@ -74,7 +74,7 @@ def cast_floats(tree: Tree, dtype: DType) -> Any:
             return x
         if isinstance(x, (np.ndarray, np.generic)):
             return x.astype(ml_dtypes.finfo(dtype).dtype)
-        y = _backend.map_gradient_values(lambda values: ops.cast(values, dtype), x)
+        y = backend.map_gradient_values(lambda values: ops.cast(values, dtype), x)
         return with_mask_of(x, y)
 
     return keras.tree.map_structure(cast, tree)
@@ -127,13 +127,13 @@ def all_finite(tree: Tree) -> Tensor:
     >>> bool(all_finite({"a": [1.0, 2.0], "b": None}))
     True
     """
-    leaves = [_backend.gradient_values(x) for x in keras.tree.flatten(tree) if x is not None]
+    leaves = [backend.gradient_values(x) for x in keras.tree.flatten(tree) if x is not None]
     leaves += [part(x) for x in leaves if is_complex(x) for part in (ops.real, ops.imag)]
     floats = [ops.convert_to_tensor(x) for x in leaves if is_float(x)]
     floats = [x for x in floats if 0 not in x.shape]
     if not floats:
         return ops.convert_to_tensor(True, "bool")
-    found = _backend.are_finite(floats)
+    found = backend.are_finite(floats)
     return found[0] if len(floats) == 1 else ops.all(found)
 
 
@@ -154,7 +154,7 @@ def max_abs(tree: Tree) -> Tensor:
     """
 
     def largest(x: Tensor) -> Tensor:
-        x = at_least_float32(_backend.gradient_rows(x))
+        x = at_least_float32(backend.gradient_rows(x))
         clean = ops.where(ops.isfinite(x), ops.abs(x), 0.0)
         return ops.max(ops.cast(clean, "float32"), initial=0.0)
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import is_number, warn
 from kmp.health.telemetry import Telemetry
@@ -71,7 +71,7 @@ def check_float16(rule: LossScale, variables: Sequence[Variable]) -> None:
     silently.
     """
     where = _float16_in(variables)
-    if where and _backend.platform() == "tpu":
+    if where and backend.platform() == "tpu":
         raise ValueError(
             "A TPU computes in bfloat16 or float32: its compiler has no float16 matrix product. "
             f"Received: float16 in {where}. Write "
@@ -180,7 +180,7 @@ def _checked(gradient: Any, variable: Variable) -> Gradient:
     fits = has_dtype and gradient.shape == tuple(variable.shape)
     if fits and keras.backend.is_float_dtype(keras.backend.standardize_dtype(gradient.dtype)):
         return gradient  # nearly always, and told in the least time
-    if gradient is None or not _backend.are_dense([gradient])[0]:
+    if gradient is None or not backend.are_dense([gradient])[0]:
         return gradient
     dtype = keras.backend.standardize_dtype(variable.dtype)
     if not has_dtype:

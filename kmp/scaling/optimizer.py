@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice
 from kmp._keras import optimizer as keras_optimizer
@@ -180,7 +180,7 @@ class LossScaleOptimizer(WrapsInner):
         if not self.built:
             return self.loss_scale.scale(loss, self.loss_scale.init())
         counters = self.scaled_step.counters
-        _backend.note_loss(counters.loss_nonfinite, functools.partial(all_finite, loss))
+        backend.note_loss(counters.loss_nonfinite, functools.partial(all_finite, loss))
         return self.loss_scale.scale(loss, counters.state)
 
     def apply(
@@ -215,7 +215,7 @@ class LossScaleOptimizer(WrapsInner):
             arguments.warn_of_unscaled_loss()
         step = functools.partial(self.scaled_step.run, self.loss_scale, self.measures_details, rows)
         noted = self.scaled_step.counters.loss_nonfinite
-        _backend.run_step(step, grads, variables, self.inner_optimizer, noted)
+        backend.run_step(step, grads, variables, self.inner_optimizer, noted)
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Tensor], loss: Tensor) -> Tensor:
         """`scale_loss` as a pure function, for JAX; `scale_loss` would compile the scale in.

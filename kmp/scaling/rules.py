@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tensor, Tree
 from kmp._common import check_factors, check_scales, is_number, number, scale_number, whole_number
 
@@ -264,8 +264,8 @@ def _initial_state(scale: float) -> ScaleState:
 
 def _multiplied(tree: Tree, factor: Tensor) -> Tree:
     if isinstance(tree, list) and all(x is None or hasattr(x, "dtype") for x in tree):
-        return _backend.multiply(tree, factor)  # what a step multiplies needs no flattening
-    return keras.tree.pack_sequence_as(tree, _backend.multiply(keras.tree.flatten(tree), factor))
+        return backend.multiply(tree, factor)  # what a step multiplies needs no flattening
+    return keras.tree.pack_sequence_as(tree, backend.multiply(keras.tree.flatten(tree), factor))
 
 
 def _operations(state: ScaleState, finite: Tensor) -> Any:
@@ -297,4 +297,4 @@ def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> 
     )
 
 
-_moved_at_once = _backend.compiled(_moved, static=(0, 1))  # a rule of a user's may not be hashable
+_moved_at_once = backend.compiled(_moved, static=(0, 1))  # a rule of a user's may not be hashable

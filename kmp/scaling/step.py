@@ -1,6 +1,6 @@
 """One training step of the loss-scaling optimizer: the whole sequence, told once and in order.
 
-It is the same on every backend and under every distribution strategy. `_backend.run_step` decides
+It is the same on every backend and under every distribution strategy. `backend.run_step` decides
 how its parts run, once or on several replicas, and says so by the argument `replicas`.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._keras.optimizer import layouts_of
 from kmp.half_memory import gradient_dtypes
@@ -44,7 +44,7 @@ class Counters:
     @property
     def state(self) -> ScaleState:
         """What the rule's `next` takes."""
-        return ScaleState(*_backend.read(None, [self.scale, self.finite_steps, self.overflows]))
+        return ScaleState(*backend.read(None, [self.scale, self.finite_steps, self.overflows]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ScaledStep:
             rule: how the loss scale moves.
             measures_details: whether weights, updates and exponents are measured when due.
             places: the place of each of `variables` among those that the optimizer was built with.
-            replicas: how the parts run, from `_backend.run_step`.
+            replicas: how the parts run, from `backend.run_step`.
             scaled: gradients of the scaled loss, already summed over the replicas.
             variables: one for each of them.
         """
@@ -88,8 +88,8 @@ class ScaledStep:
         true = replicas.on_each(divide, scaled)
         before = self.counters.state
         step = ops.cast(ops.convert_to_tensor(self.counters.steps), "int32") + 1  # its number
-        in_xla = _backend.inside_xla()
-        traced = in_xla and not _backend.is_concrete(before.scale)
+        in_xla = backend.inside_xla()
+        traced = in_xla and not backend.is_concrete(before.scale)
         plan = self.plan if traced else self.plan.eagerly
 
         def parts(gradients: list[Gradient]) -> list[Part]:
@@ -132,7 +132,7 @@ class ScaledStep:
             rows[place] = gradient
         if in_xla:
             return plan.gather(rows)
-        dense, sizes = _backend.are_dense(rows), plan.sizes
+        dense, sizes = backend.are_dense(rows), plan.sizes
         held = ((i, x) for i, x in enumerate(rows) if x is not None and sizes[i])
         return [Part(x, (i,), False, is_dense=dense[i]) for i, x in held]
 
@@ -176,7 +176,7 @@ def _next_state(rule: LossScale, state: ScaleState, finite: Tensor, *max_abs: Te
     """
     reads_host = type(rule) in (NoOpLossScale, StaticLossScale, DynamicLossScale)
     if isinstance(finite, ON_HOST) and not reads_host:
-        state, finite = ScaleState(*map(_backend.constant, state)), _backend.constant(finite)
+        state, finite = ScaleState(*map(backend.constant, state)), backend.constant(finite)
     return rule.next(state, finite, *max_abs)
 
 
@@ -228,7 +228,7 @@ def plan_for(
             Kind(dtype, getattr(v, "overwrite_with_gradient", False))
             for v, dtype in zip(variables, dtypes, strict=True)
         ),
-        pieces=_backend.pieces(layouts_of(variables)),
+        pieces=backend.pieces(layouts_of(variables)),
         levels=measures,
         max_abs=max_abs,
     )

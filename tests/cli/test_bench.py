@@ -14,6 +14,7 @@ from oracle import BACKEND
 from test_summaries import tensorboard_server
 
 import kmp
+from kmp._backend import backend
 from kmp.cli.bench import bench, bench_table, write_hparams
 from kmp.cli.building import build_under
 
@@ -86,12 +87,12 @@ def test_xla_counts_the_memory_of_the_step(results):
     x = np.zeros((1, 512), "float32")
     model.fit(x, x, verbose=0)
     weights = 4 * (512 * 512 + 512)
-    assert 3 * weights < kmp._backend.compiled_step_bytes(model, x, x) < 5 * weights
+    assert 3 * weights < backend.compiled_step_bytes(model, x, x) < 5 * weights
 
 
 @pytest.mark.only("tensorflow", "torch")
 def test_memory_that_nobody_knows_is_not_made_up(results):
-    if kmp._backend.platform() == "cpu":
+    if backend.platform() == "cpu":
         assert {each.memory for each in results} == {
             (None, "not available on this backend and device")
         }

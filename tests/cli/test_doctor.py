@@ -9,6 +9,7 @@ import pytest
 from oracle import BACKEND
 
 import kmp.__main__
+from kmp._backend import backend
 from kmp._backend.types import Device
 from kmp.cli.doctor import (
     Advice,
@@ -106,7 +107,7 @@ def test_what_to_write_what_it_gains_and_what_to_watch(policy, times, write, gai
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (9, 0)])
 def test_the_advice_and_half_dtype_agree(monkeypatch, capability):
     device = Device("gpu", "test", capability)
-    monkeypatch.setattr("kmp._backend.device", lambda: device)
+    monkeypatch.setattr(backend, "device", lambda: device)
     assert kmp.Policy(advise(device, {"float32": 1.0}).policy).compute_dtype == kmp.half_dtype()
 
 
@@ -114,7 +115,7 @@ def test_the_advice_and_half_dtype_agree(monkeypatch, capability):
 def test_what_xla_will_do_is_what_keras_does():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    said = what_xla_will_do(BACKEND, kmp._backend.platform())
+    said = what_xla_will_do(BACKEND, backend.platform())
     assert model.jit_compile == said.startswith("compile")
 
 

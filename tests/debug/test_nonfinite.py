@@ -7,7 +7,7 @@ from architectures import backward_through, make
 from keras import layers, ops
 
 import kmp
-from kmp import _backend
+from kmp._backend import backend
 
 HALF = "mixed_float16"
 X = np.ones((2, 4), "float32")
@@ -422,7 +422,7 @@ def test_a_loss_that_refuses_nan_leads_to_the_layer():
 
 
 def strict_loss(y, p):
-    if _backend.is_concrete(p):
+    if backend.is_concrete(p):
         if (ops.convert_to_numpy(y) < 0).any():
             raise ValueError("labels below 0")
         if np.isnan(ops.convert_to_numpy(p)).any():

@@ -9,7 +9,7 @@ from architectures import ARCHITECTURES, make, plant
 from keras import layers, ops
 
 import kmp
-from kmp import _backend
+from kmp._backend import backend
 from kmp.debug import replay as _replay
 
 
@@ -60,7 +60,7 @@ def test_masks_ride_on_what_is_watched():
     keys = {call.key for call in recorder.calls}
     _, (gradient,) = _replay.backward(model, batch, 1.0, keys, lambda *_: None)
     # d mean(w^2, w^2) / d w for the one word, all of it: 0.25 without a mask.
-    assert ops.convert_to_numpy(_backend.gradient_rows(gradient)).max() == 1.0
+    assert ops.convert_to_numpy(backend.gradient_rows(gradient)).max() == 1.0
 
 
 class OtherThread(layers.Layer):

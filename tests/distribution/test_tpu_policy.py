@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import kmp
-from kmp import _backend
+from kmp._backend import backend
 
 
 @pytest.fixture
 def on_a_tpu(monkeypatch):
-    monkeypatch.setattr(_backend, "platform", lambda: "tpu")
+    monkeypatch.setattr(backend, "platform", lambda: "tpu")
 
 
 def build(dtype="float32"):
@@ -47,7 +47,7 @@ def test_everything_else_is_welcome(on_a_tpu, policy):
 
 
 def test_elsewhere_float16_is_welcome():
-    assert _backend.platform() in ("cpu", "gpu", "tpu")
+    assert backend.platform() in ("cpu", "gpu", "tpu")
     keras.config.set_dtype_policy("mixed_float16")
-    if _backend.platform() != "tpu":
+    if backend.platform() != "tpu":
         build()

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import kmp
-from kmp import _backend
+from kmp._backend import backend
 
 SETTINGS = {"learning_rate": 0.5, "momentum": 0.5}
 OPTIMIZERS = {
@@ -36,7 +36,7 @@ def main(results, runs, *cases):
     for run in runs.split("/"):
         optimizer_name, mode = run.split(",")
         model = train(strategy, worker, OPTIMIZERS[optimizer_name], mode == "graph", results, cases)
-    pathlib.Path(results).with_suffix(".writes").write_text(str(_backend.writes_logs(model)))
+    pathlib.Path(results).with_suffix(".writes").write_text(str(backend.writes_logs(model)))
 
 
 def train(strategy, worker, make_optimizer, graph, results, cases):

@@ -137,11 +137,11 @@ def test_the_norm_of_a_large_variable_is_estimated():
 def test_a_sparse_gradient_is_sampled_where_the_weights_are(mode):
     import tensorflow as tf
 
-    from kmp import _backend
+    from kmp._backend import backend
 
     def sample(values, indices):
         slices = tf.IndexedSlices(values, indices, tf.constant([10, 4]))
-        return _backend.gradient_sample(slices, (3, 2), "host")
+        return backend.gradient_sample(slices, (3, 2), "host")
 
     values, indices = tf.reshape(tf.range(12.0), (3, 4)), tf.constant([3, 4, 3])
     dense = np.zeros((10, 4))

@@ -11,7 +11,7 @@ from keras import ops
 from oracle import COMPILED_MODES, MODES, Run, compilations, compiled, few
 
 import kmp
-from kmp import _backend
+from kmp._backend import backend
 from kmp.health import measure as health
 from kmp.health.measure import gather
 
@@ -89,7 +89,7 @@ def test_the_step_of_an_accelerator_is_that_of_a_cpu(mode, monkeypatch):
         expected = train(details)
         for device in ("gpu", "tpu"):
             with monkeypatch.context() as patch:
-                patch.setattr(_backend, "per_target", lambda f, shapes, *x, d=device: f(d, *x))
+                patch.setattr(backend, "per_target", lambda f, shapes, *x, d=device: f(d, *x))
                 found = train(details)
             for x, y in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(x, y)
@@ -168,9 +168,9 @@ def test_a_number_that_is_not_finite_is_found_wherever_it_stands(path, dtype):
     """Vectorised loops have heads, tails and threads' borders."""
     import torch
 
-    from kmp._backend.torch import core
+    from kmp._backend import torch as ours
 
-    find, dtype = getattr(core, path), getattr(torch, dtype)
+    find, dtype = getattr(ours, path), getattr(torch, dtype)
     largest = torch.finfo(dtype).max
     for size in (1, 2, 17, 64, 127, 4097, 70001):
         good = torch.linspace(-1, 1, size, dtype=torch.float64).to(dtype) * largest
@@ -192,10 +192,10 @@ def test_a_step_takes_no_more_operators_for_more_variables(measures, monkeypatch
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from kmp._backend.torch import core
+    from kmp._backend import torch as ours
 
     # On a CPU it takes one for each variable, which is quicker than a stack of them.
-    monkeypatch.setattr(core, "_extremes_are_finite", core._norms_are_finite)
+    monkeypatch.setattr(ours, "_extremes_are_finite", ours._norms_are_finite)
 
     class Counter(TorchDispatchMode):
         number = 0

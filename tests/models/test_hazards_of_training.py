@@ -8,6 +8,7 @@ from keras import layers
 from oracle import few
 
 import kmp
+from kmp._backend import backend
 from kmp._keras import path_of
 
 
@@ -26,7 +27,7 @@ def test_unscaled_float16(policy):
 def test_float16_on_a_tpu(monkeypatch):
     model = model_of(layers.Dense(8), layers.Dense(8, dtype="float32"))
     assert kinds_of(model) == []
-    monkeypatch.setattr("kmp._backend.platform", lambda: "tpu")
+    monkeypatch.setattr(backend, "platform", lambda: "tpu")
     (finding,) = kmp.audit(model).findings
     assert finding.kind == "float16 on a TPU" and "mixed_bfloat16" in finding.advice
     keras.config.set_dtype_policy("mixed_bfloat16")

@@ -13,6 +13,7 @@ from oracle import BACKEND, COMPILED_MODES, compiled
 from processes import environment, run_all
 
 import kmp
+from kmp._backend import backend
 
 F64, F32, F16, BF16 = "float64", "float32", "float16", "bfloat16"
 HALF = kmp.half_dtype()
@@ -234,14 +235,14 @@ def test_half_is_bfloat16_elsewhere(monkeypatch, platform, capability):
 def half_on(monkeypatch, platform, capability):
     from kmp._backend.types import Device
 
-    monkeypatch.setattr("kmp._backend.device", lambda: Device(platform, "test", capability))
+    monkeypatch.setattr(backend, "device", lambda: Device(platform, "test", capability))
     assert kmp.Policy("half").compute_dtype == kmp.half_dtype()
     return kmp.half_dtype()
 
 
 def test_the_device_is_described():
-    device = kmp._backend.device()
-    assert device.platform == kmp._backend.platform() and device.name
+    device = backend.device()
+    assert device.platform == backend.platform() and device.name
     assert device.compute_capability is None or len(device.compute_capability) == 2
 
 

@@ -137,7 +137,7 @@ def test_what_is_left_uncompiled(monkeypatch, dtype, arguments, number):
     """Half precision, which would take minutes to compile."""
     import torch
 
-    from kmp._backend.torch import core
+    from kmp._backend import torch as ours
 
     def run(step, *args):
         uncompiled.append(step)
@@ -146,7 +146,7 @@ def test_what_is_left_uncompiled(monkeypatch, dtype, arguments, number):
 
     uncompiled = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(core, "_uncompiled", run)
+    monkeypatch.setattr(ours, "_uncompiled", run)
     weight = keras.Variable(np.ones(3), dtype=dtype)
     optimizer = kmp.scaled("adam", "none", learning_rate=0.1, **arguments)
     optimizer.apply([torch.ones(3, dtype=getattr(torch, dtype))], [weight])

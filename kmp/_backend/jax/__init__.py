@@ -1,60 +1,326 @@
 """The JAX side of `kmp._backend`."""
 
-from kmp._backend.default import (
-    END_OF_DATA,
-    BaseView,
-    all_reduce_sum,
-    are_dense,
-    are_finite,
-    dense,
-    fused_batch_norm,
-    gradient_rows,
-    gradient_values,
-    hash_bits,
-    keep_old_unless,
-    kept_values,
-    map_gradient_values,
-    multiply,
-    preserved,
-    retype,
-    segment_sum,
-    sum_along,
-)
-from kmp._backend.jax.core import (
-    SEES_LOSS,
-    after,
-    around_train_step,
-    bitcast,
-    compiled,
-    compute_if,
-    constant,
-    custom_gradient,
-    device,
-    device_memory,
-    flags,
-    from_host,
-    gradient_sample,
-    inside_xla,
-    is_concrete,
-    matmul_float32,
-    note_loss,
-    platform,
-    read,
-    reduce_columns,
-    settle,
-    to_host,
-    writes_logs,
-)
-from kmp._backend.jax.pieces import pieces
-from kmp._backend.jax.replay import (
-    compiled_bytes,
-    compiled_step_bytes,
-    gradients,
-    random_state,
-    watch_gradient,
-    without_functions,
-)
-from kmp._backend.jax.step import (
-    per_target,
-    run_step,
-)
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import keras
+import numpy as np
+from jax import numpy as jnp
+from keras import ops
+
+from kmp._backend.base import Backend
+from kmp._backend.jax import targets
+from kmp._backend.jax.pieces import SplitPieces
+from kmp._backend.jax.updates import update_if
+from kmp._backend.one_device import WHOLE, OneReplica, Pieces
+from kmp._backend.types import Device, Gradient, Tensor, Tree, Variable
+
+_LOOPS = ("fori_loop", "map", "scan", "while_loop")
+
+
+class JaxBackend(Backend):
+    """What differs on JAX."""
+
+    SEES_LOSS = False  # the loss is scaled inside the differentiated function, which is pure
+
+    def platform(self) -> str:
+        return jax.default_backend()
+
+    def device(self) -> Device:
+        first = jax.local_devices()[0]
+        major, _, minor = str(getattr(first, "compute_capability", "")).partition(".")
+        nvidia = major.isdigit() and minor.isdigit()  # AMD's are called gfx90a and the like
+        return Device(
+            self.platform(), first.device_kind, (int(major), int(minor)) if nvidia else None
+        )
+
+    def inside_xla(self) -> bool:
+        # JAX compiles each operation that it does not trace.
+        return True
+
+    def per_target(
+        self,
+        function: Callable[..., Sequence[Tensor]],
+        shapes: Sequence[tuple[int, ...]],
+        *tensors: Tensor,
+    ) -> Sequence[Tensor]:
+        return targets.per_target(function, shapes, *tensors)
+
+    def pieces(self, layouts: Sequence[Any]) -> Pieces:
+        return SplitPieces(layouts) if layouts else WHOLE
+
+    def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
+        # JAX would compile each of its operations.
+        return jax.jit(function, static_argnums=tuple(static))
+
+    def writes_logs(self, model: Any) -> bool:
+        # Process 0 writes for all that train one model together.
+        alone = keras.distribution.distribution() is None  # then each process has its own model
+        return alone or jax.process_index() == 0
+
+    def gradient_sample(self, gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
+        # XLA cannot compile a slice of bfloat16 with two strides for TPUs, so it is taken axis by
+        # axis there. On GPUs that would be a kernel an axis, where one kernel serves all variables.
+        if target != "tpu":
+            return super().gradient_sample(gradient, strides, target)
+        for axis, stride in enumerate(strides):
+            if stride > 1:
+                x = jax.lax.slice_in_dim(gradient, 0, None, stride, axis)
+                gradient = jax.lax.optimization_barrier(x)
+        return gradient
+
+    def reduce_columns(
+        self, columns: tuple[Tensor, ...], axes: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
+        # XLA's CPU compiler splits a reduction of one column in two, and writes the column between
+        # them.
+
+        zeros = tuple(jnp.zeros((), x.dtype) for x in columns)
+        return tuple(jax.lax.reduce(columns, zeros, _combine, axes))
+
+    def flags(
+        self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        # The barrier keeps XLA from copying the reductions of all gradients into each masked
+        # update, with which the compile time would grow as the square of the number of variables.
+        # The CPU compiler removes it too early, but does not copy a reduction of two results, which
+        # `number` comes from. What is not compiled is read by the host in any case, which then acts
+        # on it.
+        read = (number, loss_nonfinite, others)
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(read)):
+            number, loss_nonfinite, others = jax.device_get(read)
+            return number == 0, loss_nonfinite == 0, others
+        return jax.lax.optimization_barrier(number) == 0, loss_nonfinite == 0, others
+
+    def after(self, finite: Tensor, sample: Tensor) -> Tensor:
+        # By a dot product, which XLA's CPU compiler copies into no update.
+        if self.is_concrete(finite):
+            return finite
+        flags = jnp.stack([jnp.logical_not(finite), jnp.dot(sample, sample) < 0])
+        flags = flags.astype("float32")
+        return jax.lax.optimization_barrier(jnp.dot(flags, flags)) == 0
+
+    def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+        if self.is_concrete(pred):
+            return compute() if pred else otherwise
+        return jax.lax.cond(pred, compute, lambda: otherwise)
+
+    def run_step(
+        self,
+        step: Callable[..., None],
+        gradients: list[Tensor],
+        variables: list[Variable],
+        inner: Any,
+        loss_nonfinite: Variable,
+    ) -> None:
+        # One program spans all devices.
+        step(OneReplica(update_if), gradients, variables)
+
+    def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
+        # The loss is scaled inside the differentiated function, which is pure.
+        return
+
+    def around_train_step(
+        self,
+        model: Any,
+        train_step: Callable[..., Any],
+        before: Callable[[], Any],
+        after: Callable[[Any, Any], Any],
+    ) -> Callable[..., Any]:
+        # In each of the two the variables have the values of the state that the step takes or
+        # returns, and what `after` assigns becomes part of that.
+
+        def owned() -> tuple[list[Variable], ...]:  # in the order of the trainer's state
+            return (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                model.optimizer.variables,
+                model.metrics_variables,
+            )
+
+        def holding(state: Any) -> keras.StatelessScope:
+            pairs = zip(owned(), state, strict=True)
+            mapping = [pair for part in pairs for pair in zip(*part, strict=True)]
+            return keras.StatelessScope(mapping, initialize_variables=False)
+
+        def step(state: Any, data: Any) -> tuple[Any, Any]:
+            with holding(state):
+                kept = before()
+            logs, state = train_step(state, data)
+            with holding(state) as scope:
+                logs = after(kept, logs)
+            return logs, tuple([scope.get_current_value(v) for v in part] for part in owned())
+
+        return step
+
+    def settle(self, model: Any) -> None:
+        model.jax_state_sync()
+
+    def matmul_float32(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return jnp.matmul(x, kernel, preferred_element_type="float32")
+
+    def custom_gradient(
+        self,
+        forward: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor | None]],
+        inputs: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
+        def run(*inputs):
+            outputs = tuple(forward(*inputs))
+            return outputs, (inputs, outputs[1:])
+
+        function = jax.custom_vjp(lambda *inputs: run(*inputs)[0])
+        function.defvjp(run, lambda kept, gradients: tuple(backward(*kept, gradients)))
+        return function(*inputs)
+
+    def constant(self, values: Any) -> Tensor:
+        return jax.device_put(values)  # `jnp.asarray` and Keras's conversion are programs
+
+    def bitcast(self, x: Tensor, dtype: str) -> Tensor:
+        return jax.lax.bitcast_convert_type(x, dtype)
+
+    def read(self, model: Any, variables: list[Variable], each: bool = False) -> list[Tensor]:
+        state = getattr(model, "_jax_state", None)
+        if not state or model._jax_state_synced:
+            return [v.value for v in variables]
+        live: dict[int, Tensor] = {}
+        for key, owned in (
+            ("optimizer_variables", lambda: model.optimizer.variables),
+            ("metrics_variables", lambda: model.metrics_variables),
+            ("trainable_variables", lambda: model.trainable_variables),
+            ("non_trainable_variables", lambda: model.non_trainable_variables),
+        ):
+            if all(id(v) in live for v in variables):
+                break  # collecting a large model's variables takes milliseconds
+            values = state.get(key)
+            if values:
+                live |= {id(v): x for v, x in zip(owned(), values, strict=True)}
+        # What the model does not list, as a metric that its own `metrics` leaves out, the loop has
+        # not.
+        live |= {id(v): v.value for v in variables if id(v) not in live}
+        return [live[id(v)] for v in variables]
+
+    def to_host(self, x: Tensor | Variable) -> Any:
+        # Of an array across processes, the pieces that this process holds.
+        x = ops.convert_to_tensor(x)
+        if x.is_fully_addressable:
+            return super().to_host(x)
+        pieces = {_place(shard.index): shard.data for shard in x.addressable_shards}
+        by_place = {place: np.array(piece) for place, piece in pieces.items()}
+        return _Pieces(x.shape, x.sharding, by_place)
+
+    def from_host(self, variable: Variable, value: Any) -> None:
+        # Pieces are assigned without asking the other processes. A whole array would be compared
+        # with theirs, and JAX takes NaN for a difference.
+        if isinstance(value, _Pieces):
+            shape, sharding, by_place = value
+            value = jax.make_array_from_callback(shape, sharding, lambda i: by_place[_place(i)])
+        variable.assign(value)
+
+    def random_state(self) -> Callable[[], None]:
+        # JAX's random functions have no state.
+        return lambda: None
+
+    def watch_gradient(self, x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
+        @jax.custom_vjp
+        def identity(x):
+            return x
+
+        def backward(_, gradient):
+            if self.is_concrete(gradient) and gradient.dtype != jax.dtypes.float0:
+                record(gradient)
+            return (gradient,)
+
+        identity.defvjp(lambda x: (x, None), backward)
+        return identity(x)
+
+    def gradients(
+        self, loss: Callable[[], Tensor], variables: list[Variable]
+    ) -> tuple[Tensor, list[Gradient]]:
+        def function(values):
+            mapping = list(zip(variables, values, strict=True))
+            with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
+                return loss()
+
+        value, pull_back = jax.vjp(function, [v.value for v in variables])
+        return value, pull_back(jnp.ones_like(value))[0]
+
+    def is_concrete(self, x: Any) -> bool:
+        return not isinstance(x, jax.core.Tracer)
+
+    @contextlib.contextmanager
+    def without_functions(self) -> Iterator[None]:
+        # Loops stay compiled, since eagerly each of their steps is a dispatch of its own.
+        loops = {name: getattr(jax.lax, name) for name in _LOOPS}
+        try:
+            for name, loop in loops.items():
+                setattr(jax.lax, name, jax.disable_jit(False)(loop))
+            with jax.disable_jit():
+                yield
+        finally:
+            for name, loop in loops.items():
+                setattr(jax.lax, name, loop)
+
+    def compiled_bytes(
+        self, model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]
+    ) -> int | None:
+        def step(trained, others, inputs):
+            def function(values):
+                mapping = list(zip(model.trainable_variables, values, strict=True))
+                mapping += list(zip(model.non_trainable_variables, others, strict=True))
+                with keras.StatelessScope(state_mapping=mapping):
+                    return loss(inputs)
+
+            return jax.grad(function)(trained)
+
+        def spec(shape, dtype):
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        arguments = (
+            [spec(v.shape, v.dtype) for v in model.trainable_variables],
+            [spec(v.shape, v.dtype) for v in model.non_trainable_variables],
+            [spec(*each) for each in specs],
+        )
+        analysis = jax.jit(step).lower(*arguments).compile().memory_analysis()
+        return None if analysis is None else int(analysis.temp_size_in_bytes)
+
+    def compiled_step_bytes(self, model: Any, x: Tree, y: Tree) -> int | None:
+        def spec(value):
+            return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype))
+
+        owners = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+        state = tuple([spec(v.value) for v in variables] for variables in owners)
+        step = jax.jit(model.train_step, donate_argnums=0)
+        analysis = step.lower(state, jax.tree.map(spec, (x, y))).compile().memory_analysis()
+        if analysis is None:
+            return None
+        results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes  # written in place
+        return int(analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes)
+
+
+# One function for all: eagerly JAX compiles a reduction again for each that it has not seen.
+def _combine(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    pairs = enumerate(zip(a, b, strict=True))
+    return tuple(jnp.maximum(x, y) if i == 1 else x + y for i, (x, y) in pairs)
+
+
+class _Pieces(NamedTuple):
+    """What this process holds of an array that lies across processes, by place in the whole."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    by_place: dict[tuple, np.ndarray]
+
+
+def _place(index: Any) -> tuple:
+    return tuple((s.start, s.stop) for s in index)
+
+
+backend = JaxBackend()

@@ -12,7 +12,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kmp._backend.one_device import WHOLE, Pieces
+from kmp._backend.one_device import Pieces
 from kmp._backend.types import Tensor
 
 
@@ -83,7 +83,3 @@ def _axes_of(layout: NamedSharding) -> list[str]:
     """The axes of the mesh over which those of a variable are split."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in layout.spec)
     return [axis for entry in entries for axis in entry]
-
-
-def pieces(layouts: Sequence[Any]) -> Pieces:
-    return SplitPieces(layouts) if layouts else WHOLE

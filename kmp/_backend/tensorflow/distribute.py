@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmp._backend import default
+from kmp._backend import base
 from kmp._backend.one_device import OneReplica
 from kmp._backend.types import Gradient, Tensor, Variable
 
@@ -151,12 +151,6 @@ def merges_replicas() -> bool:
     return not tf.__internal__.distribute.strategy_supports_no_merge_call()
 
 
-def writes_logs(model: Any) -> bool:
-    # The chief writes for all workers of the model's strategy.
-    strategy = getattr(model, "distribute_strategy", None)
-    return strategy is None or strategy.extended.should_save_summary
-
-
 def keep_old_values(kept: Tensor, variables: list[Variable], old: list[Tensor]) -> None:
     """Write the old value back into each variable, on each replica, unless `kept`."""
 
@@ -192,7 +186,7 @@ def _update(
         def apply_gradients(grads, variables):
             _apply_gradients(inner, window_ends, grads, variables)
 
-        with default.applying_by(inner, apply_gradients):
+        with base.applying_by(inner, apply_gradients):
             on_each(inner.apply, gradients, variables)
         return tf.constant(window_ends)
 
@@ -224,7 +218,7 @@ def _apply_gradients(inner: Any, window_ends: bool, grads: Any, variables: Any) 
             steps = inner.gradient_accumulation_steps
             grads = [(g + a) / steps for g, a in zip(grads, accumulators, strict=True)]
     if window_ends:
-        default.update(inner, grads, variables)
+        base.update(inner, grads, variables)
         if inner.gradient_accumulation_steps:
             inner._backend_reset_gradient_accumulators()
     if inner.use_ema:

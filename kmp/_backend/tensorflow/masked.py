@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmp._backend.default import replacing
+from kmp._backend.base import replacing
 from kmp._backend.types import Tensor, Variable
 
 # All that Keras's optimizers change a variable with.

@@ -1,12 +1,11 @@
-"""What stands behind a Keras variable on TensorFlow, or in its place in an optimizer."""
+"""What stands in the place of a Keras variable in an optimizer on TensorFlow."""
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common import KerasVariable
 
-from kmp._backend.types import Tensor, Variable
+from kmp._backend.types import Tensor
 
 
 class BaseView(KerasVariable):
@@ -24,16 +23,3 @@ class BaseView(KerasVariable):
     @property
     def _unique_id(self) -> str:
         return f"view of {self.variable.value._unique_id}"
-
-
-def retype(variable: Variable, value: Tensor) -> Callable[[], None]:
-    # A `tf.Variable` has one dtype: another takes its place, on the same replicas.
-    before, old = variable._dtype, variable._value
-    variable._dtype = value.dtype.name
-    with getattr(old, "distribute_strategy", tf.distribute.get_strategy()).scope():
-        variable._initialize(value)
-
-    def undo() -> None:
-        variable._dtype, variable._value = before, old
-
-    return undo

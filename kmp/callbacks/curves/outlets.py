@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp.callbacks.curves.dashboard import Dashboard, settings_of
 from kmp.callbacks.curves.epoch_curves import EpochCurves
 from kmp.callbacks.curves.readings import flat
@@ -38,7 +38,7 @@ class Outlets:
     ):
         self._dashboard: Dashboard | None = None
         self._curves: EpochCurves | None = None
-        writes = _backend.writes_logs(model)
+        writes = backend.writes_logs(model)
         self._optimizer = optimizer
         self._on_report = on_report if writes else None
         if log_dir is not None and writes:

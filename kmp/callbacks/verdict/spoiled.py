@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._backend.types import Tensor
 from kmp._keras.buffers import buffers_of
 from kmp._keras.optimizer import inner_optimizer_of
@@ -84,11 +84,11 @@ def lost_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -> lis
     """
     pairs = [(v, layer) for layer in layers for v in state_of(layer) if _has_floats(v)]
     slots = [v for v in inner_optimizer_of(optimizer).variables if _has_floats(v)]
-    values = _backend.read(model, [v for v, _ in pairs], each=True)
-    values += _backend.read(model, slots)  # which replicas have in common
+    values = backend.read(model, [v for v, _ in pairs], each=True)
+    values += backend.read(model, slots)  # which replicas have in common
     pairs += [(v, None) for v in slots]
     found = []
-    flags = ops.convert_to_numpy(_backend.are_finite(values)) if values else ()
+    flags = ops.convert_to_numpy(backend.are_finite(values)) if values else ()
     for (v, layer), x, is_finite in zip(pairs, values, flags, strict=True):
         is_statistic = isinstance(layer, keras.layers.BatchNormalization) or _is_torchs(v)
         may_hold_inf = layer and not is_statistic
@@ -112,7 +112,7 @@ class Variances:
         pairs += [(x, _EPSILON_OF_TORCH) for x in buffers if _is_torchs(x)]
         if not pairs:
             return []
-        values = _backend.read(model, [v for v, _ in pairs], each=True)
+        values = backend.read(model, [v for v, _ in pairs], each=True)
         found = []
         largest = ops.convert_to_numpy(_maxima(values)).tolist()
         for i, ((v, epsilon), now) in enumerate(zip(pairs, largest, strict=True)):
@@ -125,7 +125,7 @@ class Variances:
         return found
 
 
-@_backend.compiled
+@backend.compiled
 def _maxima(values: Sequence[Tensor]) -> Tensor:
     return ops.stack([ops.cast(ops.max(x), "float32") for x in values])
 

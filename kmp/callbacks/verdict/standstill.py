@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from kmp import _backend
+from kmp._backend import backend
 from kmp._keras import layers_of, path_of
 from kmp.health.report import GradientReport
 
@@ -52,7 +52,7 @@ def networks_of(model: Any) -> dict[int, str]:
     every step of a sound run.
     """
     nested = [x for x in layers_of(model)[1:] if isinstance(x, keras.Model)]
-    if _backend.SEES_LOSS:
+    if backend.SEES_LOSS:
         return {}
     return {id(layer): path_of(each) for each in nested for layer in layers_of(each)}
 

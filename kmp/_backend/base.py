@@ -1,32 +1,46 @@
-"""What kmp asks of a backend: each function declared, typed and documented once.
+"""What kmp asks of a backend: each function, its documentation and its default stand together.
 
-The modules `jax`, `tensorflow` and `torch` have these functions, `default` what most of them share.
+The modules `jax`, `tensorflow` and `torch` have subclasses, which override what differs there.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+import abc
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from kmp._backend.one_device import Pieces
+import keras
+import numpy as np
+from keras import ops
+
+from kmp._backend.one_device import WHOLE, Pieces
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Tree, Variable
 
+# Factor and shift of each round of `hash_bits`: 0x85EBCA6B and 0xC2B2AE35 as int32.
+MURMUR3 = ((0x85EBCA6B - 2**32, 13), (0xC2B2AE35 - 2**32, 16))
 
-class Backend(Protocol):
+
+class Backend(abc.ABC):
     """The functions of a backend, by what they are for."""
 
     # ---- Where it runs -------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def platform(self) -> str:
         """Where the training runs: "cpu", "gpu" or "tpu"."""
 
+    @abc.abstractmethod
     def device(self) -> Device:
         """The first device of this process."""
 
     def device_memory(self) -> DeviceMemory | None:
         """Memory in use on the first device; resets its peak. None if the backend cannot tell."""
+        # JAX cannot forget a peak; `compiled_step_bytes` asks XLA instead.
+        return None
 
     def inside_xla(self) -> bool:
         """Whether XLA compiles what is being traced."""
+        return False
 
     def per_target(
         self,
@@ -42,26 +56,33 @@ class Backend(Protocol):
                 it may be called later, when the step is lowered.
             shapes: the shapes of the float32 tensors that it returns.
         """
+        return function("host", *tensors)
 
     def pieces(self, layouts: Sequence[Any]) -> Pieces:
         """What each device holds of variables with these layouts; `WHOLE` if none is split."""
+        return WHOLE
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
         """`function` as one program on JAX, itself elsewhere; `static`: places of non-tensors."""
+        return function
 
     def writes_logs(self, model: Any) -> bool:
         """Whether this process is the one that writes event files for the model."""
+        return True
 
     # ---- Gradients: dense tensors, or `tf.IndexedSlices` ----------------------------------------
 
     def gradient_values(self, gradient: Gradient) -> Tensor:
         """The numbers of a gradient, as they come."""
+        return gradient
 
     def gradient_rows(self, gradient: Gradient) -> Tensor:
         """The numbers of a gradient; rows of a sparse one that share an index are summed."""
+        return gradient
 
     def dense(self, gradient: Gradient) -> Tensor:
         """A gradient as a tensor of its variable's shape."""
+        return gradient
 
     def gradient_sample(self, gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
         """A strided slice of a gradient, one stride per axis; zeros where a sparse one has no row.
@@ -71,20 +92,27 @@ class Backend(Protocol):
             strides: one for each axis.
             target: from `per_target`.
         """
+        if set(strides) <= {1}:
+            return gradient  # without indexing, which takes its time to trace
+        return gradient[tuple(slice(None, None, stride) for stride in strides)]
 
     def map_gradient_values(
         self, function: Callable[[Tensor], Tensor], gradient: Gradient
     ) -> Gradient:
         """Apply an elementwise function to the numbers of a gradient; sparse stays sparse."""
+        return function(gradient)
 
     def multiply(self, leaves: Sequence[Any], factor: Tensor) -> Sequence[Any]:
         """Float leaves, cast to at least float32, and complex ones times a scalar; others as is."""
+        return [product(x, factor) for x in leaves]
 
     def are_dense(self, gradients: Sequence[Gradient]) -> list[bool]:
         """Whether each gradient is a tensor, and no `tf.IndexedSlices`."""
+        return [True] * len(gradients)
 
     def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
         """bool[n]: whether each of n >= 1 float tensors, none of them empty, is all finite."""
+        return ops.stack([ops.all(ops.isfinite(x)) for x in tensors])
 
     def reduce_columns(
         self, columns: tuple[Tensor, ...], axes: tuple[int, ...]
@@ -93,12 +121,18 @@ class Backend(Protocol):
 
         Inside XLA one reduction: each gradient is read once, and no column is ever in memory.
         """
+        # Outside XLA: one column after another.
+        pairs = enumerate(columns)
+        return tuple(ops.max(x, axes, initial=0) if i == 1 else ops.sum(x, axes) for i, x in pairs)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over the replicas, where each replica computes a part of it."""
+        # On JAX one program spans the devices; on torch Keras refuses such statistics.
+        return x
 
     # ---- The step ------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def flags(
         self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
@@ -116,10 +150,14 @@ class Backend(Protocol):
 
     def after(self, finite: Tensor, sample: Tensor) -> Tensor:
         """`finite`, with a dependency on `sample`, so that XLA samples before it updates."""
+        # Things happen in the order of the calls.
+        return finite
 
+    @abc.abstractmethod
     def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
         """`compute()` if `pred`, else `otherwise`; neither writes anything."""
 
+    @abc.abstractmethod
     def run_step(
         self,
         step: Callable[..., None],
@@ -139,14 +177,18 @@ class Backend(Protocol):
             ValueError: on TensorFlow, in the cross-replica context of a strategy.
         """
 
+    @abc.abstractmethod
     def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         """Record whether a loss is finite, with replicas that of each. Does nothing on JAX."""
 
-    # ---- Keras's training loop -------------------------------------------------------------------
+    # ---- Keras's training loop -----------------------------------------------------------------
 
-    BaseView: Any  # the class of what stands in the place of a `keras.Variable` in an optimizer
-    SEES_LOSS: bool  # whether `note_loss` knows of a loss that is not finite before the step
-    END_OF_DATA: tuple[type[Exception], ...]  # what a train function raises when the data ends
+    # The class of what stands in the place of a `keras.Variable` in an optimizer.
+    BaseView: Any = keras.Variable
+    # Whether `note_loss` knows of a loss that is not finite before the step.
+    SEES_LOSS: bool = True
+    # What a train function raises when the data ends.
+    END_OF_DATA: tuple[type[Exception], ...] = (StopIteration,)
 
     def around_train_step(
         self,
@@ -169,22 +211,35 @@ class Backend(Protocol):
             A train step with the same signature.
         """
 
+        def step(data: Any) -> Any:
+            kept = before()
+            return after(kept, train_step(data))
+
+        return step
+
     def kept_values(self, variables: Sequence[Variable]) -> list[Tensor]:
         """The present values of variables, which later assignments do not change."""
+        return [v.value for v in variables]
 
     def keep_old_unless(
         self, applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]
     ) -> None:
         """Give each variable its old value back unless `applied`, a bool[]."""
+        for variable, value in zip(variables, old, strict=True):
+            variable.assign(ops.where(applied, variable.value, value))
 
     def settle(self, model: Any) -> None:
         """Write the state that the loop of `fit` holds into the variables of the model."""
+        # The variables of a model that trains hold its state.
+        return
 
     # ---- Layers --------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def matmul_float32(self, x: Tensor, kernel: Tensor) -> Tensor:
         """`x @ kernel` of two half matrices, accumulated and returned in float32."""
 
+    @abc.abstractmethod
     def custom_gradient(
         self,
         forward: Callable[..., Sequence[Tensor]],
@@ -215,23 +270,34 @@ class Backend(Protocol):
             The normalized `x`, in its dtype; mean, biased variance and number of elements, each of
             the shape of `gamma`. Without such a kernel, or where it does harm, `otherwise()`.
         """
+        # Only TensorFlow has such a kernel, outside XLA.
+        return otherwise()
 
     def sum_along(self, x: Tensor, axis: int) -> Tensor:
         """The sum over all axes but `axis`, as size 1, right to a few units in the last place."""
+        return ops.sum(x, [each for each in range(len(x.shape)) if each != axis], keepdims=True)
 
     # ---- Host and device -----------------------------------------------------------------------
 
     def constant(self, values: Any) -> Tensor:
         """A NumPy array or scalar as a tensor."""
+        return ops.convert_to_tensor(values)
 
     def segment_sum(self, values: Tensor, keys: Tensor, number: int) -> Tensor:
         """float32[number]: the sum of the values of each key."""
+        return ops.segment_sum(values, keys, num_segments=number)
 
+    @abc.abstractmethod
     def bitcast(self, x: Tensor, dtype: str) -> Tensor:
         """The bits of `x` read as another dtype of its width, as `keras.ops.view` of 3.12 does."""
 
     def hash_bits(self, x: Tensor) -> Tensor:
         """A bijection of int32[...] whose result looks random: the finalizer of MurmurHash3."""
+        x = ops.bitwise_xor(x, _shifted(x, 16))
+        for factor, by in MURMUR3:
+            x = x * factor
+            x = ops.bitwise_xor(x, _shifted(x, by))
+        return x
 
     def read(self, model: Any, variables: list[Variable], each: bool = False) -> list[Tensor]:
         """The present values of variables of `model`, its optimizer or its metrics.
@@ -239,37 +305,56 @@ class Backend(Protocol):
         `model` is None in a step. In `fit` on JAX they live in the loop, which a read of a variable
         would end. `each` stacks those of TensorFlow's replicas; otherwise it is the first one's.
         """
+        return [v.value for v in variables]
 
     def to_host(self, x: Any) -> Any:
         """A copy of a tensor or variable on the host, for `from_host`."""
+        # A copy: the next step may write into the buffer that NumPy would look at.
+        return np.array(ops.convert_to_numpy(x))
 
     def from_host(self, variable: Variable, value: Any) -> None:
         """Assign what `to_host` returned for this variable, or for a value of it."""
+        variable.assign(value)
 
     def preserved(self, variable: Variable) -> Callable[[], None]:
         """Keep the value of a variable as stored; call the result to put it back."""
+        value = ops.copy(variable._value)  # `value` may be autocast
+        return lambda: variable.assign(value)
 
     def retype(self, variable: Variable, value: Tensor) -> Callable[[], None]:
         """Give a variable a value of another dtype; call the result to put both back."""
+        before, old = variable._dtype, variable._value
 
+        def assign(dtype: str, value: Tensor) -> None:
+            variable._dtype = dtype
+            variable._direct_assign(value)
+
+        assign(keras.backend.standardize_dtype(value.dtype), value)
+        return lambda: assign(before, old)
+
+    @abc.abstractmethod
     def random_state(self) -> Callable[[], None]:
         """Keep the state of the backend's random generators; call the result to put it back."""
 
     # ---- Replays of the debugging tools ----------------------------------------------------------
 
+    @abc.abstractmethod
     def watch_gradient(self, x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
         """`x`, whose gradient is handed to `record` on its way back, unless it is being traced."""
 
+    @abc.abstractmethod
     def gradients(
         self, loss: Callable[[], Tensor], variables: list[Variable]
     ) -> tuple[Tensor, list[Gradient]]:
         """Call `loss` eagerly; return its value and its gradients."""
 
+    @abc.abstractmethod
     def is_concrete(self, x: Any) -> bool:
         """Whether `x` holds numbers, which a tensor that is being traced does not."""
 
-    def without_functions(self) -> AbstractContextManager[None]:
+    def without_functions(self) -> contextlib.AbstractContextManager[None]:
         """Within, no function is compiled: it would keep traces of the dtypes it is run with."""
+        return contextlib.nullcontext()
 
     # ---- Memory --------------------------------------------------------------------------------
 
@@ -286,6 +371,7 @@ class Backend(Protocol):
         Returns:
             Bytes; None if no compiler says.
         """
+        return None
 
     def compiled_step_bytes(self, model: Any, x: Tree, y: Tree) -> int | None:
         """The most that XLA says one compiled training step of `fit` holds.
@@ -298,3 +384,58 @@ class Backend(Protocol):
         Returns:
             Bytes of arguments, results and working memory; None if no compiler says.
         """
+        return None
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shift to the right, with zeros from the left."""
+    return ops.bitwise_and(ops.right_shift(x, by), 2 ** (32 - by) - 1)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return `x`, in float32 if it was half precision or a Python number."""
+    if not hasattr(x, "dtype"):
+        return ops.convert_to_tensor(x, "float32")
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    return x if dtype in ("float32", "float64") else ops.cast(x, "float32")
+
+
+def product(x: Any, factor: Tensor) -> Any:
+    """One leaf of `multiply`."""
+    if is_float(x):
+        return ops.multiply(at_least_float32(x), factor)
+    return ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x
+
+
+def is_float(x: Any) -> bool:
+    """Tell whether `x` is a float or a tensor, array or sparse gradient of floats."""
+    if not hasattr(x, "dtype"):
+        return isinstance(x, float)
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype))
+
+
+def is_complex(x: Any) -> bool:
+    """Tell whether `x` is a tensor or array of complex numbers."""
+    return hasattr(x, "dtype") and keras.backend.standardize_dtype(x.dtype).startswith("complex")
+
+
+# Held while a method of a shared optimizer or variable is replaced: threads may trace at once.
+replacing = threading.RLock()
+
+
+@contextlib.contextmanager
+def applying_by(optimizer: Any, apply_gradients: Callable[..., None]) -> Iterator[None]:
+    """Within, a Keras optimizer's `apply` calls this with gradients and variables to update by."""
+    with replacing:
+        optimizer._backend_apply_gradients = apply_gradients
+        try:
+            yield
+        finally:
+            del optimizer._backend_apply_gradients
+
+
+def update(optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
+    """What a Keras optimizer does with gradients once they are accumulated."""
+    clipped = optimizer._clip_gradients(list(gradients))
+    optimizer._apply_weight_decay(variables)
+    optimizer._backend_update_step(clipped, variables, optimizer.learning_rate)

@@ -1,0 +1,282 @@
+"""The PyTorch side of `kmp._backend`."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras import ops
+
+from kmp._backend.base import MURMUR3, Backend, at_least_float32, is_float, product
+from kmp._backend.one_device import OneReplica
+from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
+
+
+class TorchBackend(Backend):
+    """What differs on PyTorch."""
+
+    def platform(self) -> str:
+        # Keras knows no TPU on torch.
+        return "gpu" if torch.cuda.is_available() else "cpu"
+
+    def device(self) -> Device:
+        if not torch.cuda.is_available():
+            return Device(self.platform(), self.platform().upper(), None)
+        nvidia = torch.version.hip is None
+        capability = torch.cuda.get_device_capability() if nvidia else None
+        return Device("gpu", torch.cuda.get_device_name(), capability)
+
+    def device_memory(self) -> DeviceMemory | None:
+        if not torch.cuda.is_available():
+            return None
+        memory = DeviceMemory(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        return memory
+
+    def per_target(
+        self,
+        function: Callable[..., Sequence[Tensor]],
+        shapes: Sequence[tuple[int, ...]],
+        *tensors: Any,
+    ) -> Sequence[Tensor]:
+        return function("torch.compile" if torch.compiler.is_compiling() else "host", *tensors)
+
+    def writes_logs(self, model: Any) -> bool:
+        return not _with_other_processes() or torch.distributed.get_rank() == 0
+
+    def multiply(self, leaves: Sequence[Any], factor: Tensor) -> Sequence[Any]:
+        # On GPUs in a kernel for many. (Keras's conversions take longer than the product.)
+        factor = ops.convert_to_tensor(factor)
+        floats = [is_float(x) for x in leaves]
+        pairs = list(zip(leaves, floats, strict=True))
+        tensors = [_at_least_float32(x).to(factor.device) for x, is_float in pairs if is_float]
+        # torch.func's transformations, of which vmap gives gradients by example, know no foreach.
+        at_once = tensors and not torch._C._are_functorch_transforms_active()
+        found = torch._foreach_mul(tensors, factor) if at_once else [x * factor for x in tensors]
+        products = iter(found)
+        return [next(products) if is_float else product(x, factor) for x, is_float in pairs]
+
+    def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
+        # By their extremes, in which torch keeps NaN: each number is read once, and nothing is
+        # written. `torch.isfinite` is four operations that write, and took 30 times as long on a
+        # CPU. On GPUs the extremes of many tensors are one kernel. (Of float8 torch has next to no
+        # operators.)
+        tensors = [x if x.element_size() > 1 else x.float() for x in tensors]
+        if len(tensors) == 1 and tensors[0].ndim == 0:  # a loss
+            return _isfinite(tensors[0])[None]
+        return (_norms_are_finite if tensors[0].is_cuda else _extremes_are_finite)(tensors)
+
+    def reduce_columns(
+        self, columns: tuple[Tensor, ...], axes: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
+        # Without the work of Keras's functions. (torch has no maximum of nothing, and takes no axis
+        # for all of them.)
+        if not axes:
+            return columns
+        if not all(x.numel() for x in columns):
+            return super().reduce_columns(columns, axes)
+        pairs = enumerate(columns)
+        return tuple(x.amax(axes) if i == 1 else x.sum(axes, dtype=x.dtype) for i, x in pairs)
+
+    def flags(
+        self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        # All that they are made of comes to the host in one go, the one synchronisation of the
+        # step, as in PyTorch's own scaler. In a step that `torch.compile` compiles they stay on the
+        # device.
+        if torch.compiler.is_compiling():
+            return number == 0, loss_nonfinite == 0, others
+        number, loss_nonfinite, *read = _on_host([number, loss_nonfinite, *others])
+        return number == 0, loss_nonfinite == 0, read
+
+    def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.where(pred, compute(), otherwise)
+        return compute() if bool(pred) else otherwise  # `flags` has brought `pred` to the host
+
+    def run_step(
+        self,
+        step: Callable[..., None],
+        gradients: list[Tensor],
+        variables: list[Variable],
+        inner: Any,
+        loss_nonfinite: Variable,
+    ) -> None:
+        # DistributedDataParallel has summed the gradients: where one process has inf or NaN, all
+        # have.
+        knows_loss, update = not _with_other_processes(), _update_if
+        if torch.compiler.is_compiling():
+            if any(v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables)):
+                # Half precision is updated through views, which take minutes to compile.
+                return _uncompiled(step, OneReplica(update, knows_loss), gradients, variables)
+            update = _update_masked
+        step(OneReplica(update, knows_loss), gradients, variables)
+
+    def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
+        with torch.no_grad():
+            variable.assign(variable.value.masked_fill(~is_finite(), 1.0))
+
+    def kept_values(self, variables: Sequence[Variable]) -> list[Tensor]:
+        # Copies, because torch assigns in place.
+        return [v.value.detach().clone() for v in variables]
+
+    def matmul_float32(self, x: Tensor, kernel: Tensor) -> Tensor:
+        # Only CUDA has such a product: elsewhere the operands are cast up, which gives the same
+        # numbers.
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, kernel, out_dtype=torch.float32)
+        return ops.matmul(ops.cast(x, "float32"), ops.cast(kernel, "float32"))
+
+    def custom_gradient(
+        self,
+        forward: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor | None]],
+        inputs: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
+        return _CustomGradient.apply(forward, backward, *inputs)
+
+    def constant(self, values: Any) -> Tensor:
+        # `torch.compile` cannot trace what Keras does with an array.
+        return ops.convert_to_tensor(torch.as_tensor(values))
+
+    def segment_sum(self, values: Tensor, keys: Tensor, number: int) -> Tensor:
+        # Keras's asks for sizes that only the data tell, which `torch.compile` cannot trace.
+        return values.new_zeros(number).index_add(0, keys, values)
+
+    def bitcast(self, x: Tensor, dtype: str) -> Tensor:
+        return x.view(getattr(torch, dtype))
+
+    def hash_bits(self, x: Tensor) -> Tensor:
+        # In place but for the first operation: on a CPU, new memory takes longer than the
+        # arithmetic.
+        x, shifted = x.bitwise_xor((x >> 16) & 0xFFFF), torch.empty_like(x)
+        for factor, by in MURMUR3:
+            x *= factor
+            torch.bitwise_right_shift(x, by, out=shifted)
+            shifted &= 2 ** (32 - by) - 1
+            x ^= shifted
+        return x
+
+    def retype(self, variable: Variable, value: Tensor) -> Callable[[], None]:
+        # As `torch.nn.Module.to` does: the parameter, which modules hold too, stays the same
+        # object.
+        parameter, before, old = variable._value, variable._dtype, variable._value.data
+
+        def assign(dtype: str, value: Tensor) -> None:
+            variable._dtype = dtype
+            parameter.data, parameter.grad = value.detach(), None
+
+        assign(keras.backend.standardize_dtype(value.dtype), value)
+        return lambda: assign(before, old)
+
+    def random_state(self) -> Callable[[], None]:
+        host = torch.get_rng_state()
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+        def restore():
+            torch.set_rng_state(host)
+            if devices:
+                torch.cuda.set_rng_state_all(devices)
+
+        return restore
+
+    def watch_gradient(self, x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
+        if not x.requires_grad:
+            return x
+        watched = x.view_as(x)  # of its own, or the gradients of all users of `x` would be one sum
+        watched.register_hook(record)
+        return watched
+
+    def gradients(
+        self, loss: Callable[[], Tensor], variables: list[Variable]
+    ) -> tuple[Tensor, list[Gradient]]:
+        # Without touching `.grad`.
+        value = loss()
+        values = [v.value for v in variables]
+        if not values or not value.requires_grad:
+            return value.detach(), [None for _ in values]  # what torch would raise an error for
+        return value.detach(), list(torch.autograd.grad(value, values, allow_unused=True))
+
+    def is_concrete(self, x: Any) -> bool:
+        return True
+
+
+def _at_least_float32(x: Any) -> Tensor:
+    if isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float64):
+        return x
+    return ops.convert_to_tensor(at_least_float32(x))
+
+
+def _norms_are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    return _isfinite(torch.stack(torch._foreach_norm(list(tensors), math.inf)))
+
+
+def _extremes_are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    extremes = [x for tensor in tensors for x in tensor.aminmax()]
+    return _isfinite(torch.stack(extremes)).view(-1, 2).all(dim=1)
+
+
+def _isfinite(x: Tensor) -> Tensor:
+    # Two operations of torch, where its `isfinite` is four. (A compiler may think `x - x` to be 0.)
+    return x.isfinite() if torch.compiler.is_compiling() else x - x == 0
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """Arrays of float32 and int32 tensors, brought in one transfer as the bits that they are."""
+    with torch.no_grad():
+        vectors = [x if x.dtype == torch.int32 else x.view(torch.int32) for x in tensors]
+        bits = torch.cat([x.view(-1) for x in vectors]).cpu().numpy()
+    ends = list(itertools.accumulate(x.numel() for x in tensors))
+    parts = [bits[end - x.numel() : end] for x, end in zip(tensors, ends, strict=True)]
+    return [
+        (part.view("float32") if x.is_floating_point() else part).reshape(x.shape)
+        for part, x in zip(parts, tensors, strict=True)
+    ]
+
+
+def _with_other_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@torch.compiler.disable
+def _uncompiled(step: Callable[..., None], *args: Any) -> None:
+    step(*args)
+
+
+def _update_if(
+    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+) -> None:
+    if bool(keep):  # `flags` has brought it to the host
+        inner.apply(gradients, variables)
+
+
+def _update_masked(
+    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+) -> None:
+    # As XLA does: update, and keep the old values where the step is skipped.
+    tensors = [v.value for v in (*variables, *inner.variables)]
+    with torch.no_grad():
+        before = [x.clone() for x in tensors]
+        inner.apply(gradients, variables)
+        for x, old in zip(tensors, before, strict=True):
+            x.copy_(torch.where(keep, x, old))
+
+
+class _CustomGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, forward, backward, *inputs):
+        outputs = tuple(forward(*inputs))
+        ctx.gradients_of, ctx.num_inputs = backward, len(inputs)
+        ctx.save_for_backward(*inputs, *outputs[1:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        inputs, kept = ctx.saved_tensors[: ctx.num_inputs], ctx.saved_tensors[ctx.num_inputs :]
+        return None, None, *ctx.gradients_of(inputs, kept, gradients)
+
+
+backend = TorchBackend()
