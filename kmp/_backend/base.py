@@ -154,10 +154,6 @@ class Backend(abc.ABC):
         return finite
 
     @abc.abstractmethod
-    def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-        """`compute()` if `pred`, else `otherwise`; neither writes anything."""
-
-    @abc.abstractmethod
     def run_step(
         self,
         step: Callable[..., None],
@@ -180,6 +176,53 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         """Record whether a loss is finite, with replicas that of each. Does nothing on JAX."""
+
+    # ---- A step that may be skipped: branch, mask or restore -------------------------------------
+
+    def update_if(
+        self, applies: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+    ) -> None:
+        """Let a Keras optimizer update the variables, or leave them as they are.
+
+        Each backend takes the cheapest of three ways. To *branch* runs nothing in a skipped step,
+        but a conditional stalls an accelerator. To *mask* runs the update in every step, and each
+        assignment selects between the new value and the old; XLA fuses the select into the update.
+        To *restore* copies all variables, updates, and writes the copies back. It needs no
+        conditional and no way into the assignments, and moves the most memory.
+
+        Args:
+            applies: bool[], whether the update happens.
+            inner: the optimizer. Its own variables stay as they are, too, unless `applies`.
+            gradients: what it is given, one for each variable.
+            variables: the variables to update.
+        """
+
+        def update() -> Tensor:
+            inner.apply(gradients, variables)
+            return applies
+
+        self.branch(applies, update, lambda: applies)
+
+    def branch(
+        self, pred: Tensor, then: Callable[[], Tensor], otherwise: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return `then()` if `pred`, a bool[], else `otherwise()`.
+
+        Inside a trace of `torch.compile` both are called, so that they must not write anything;
+        inside one of JAX neither may.
+        """
+        return then() if bool(pred) else otherwise()
+
+    def copied_values(self, variables: Sequence[Variable]) -> list[Tensor]:
+        """The present values of variables, which later assignments do not change."""
+        return [v.value for v in variables]
+
+    def restore_unless(
+        self, applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]
+    ) -> None:
+        """Give each variable the value in `old` back unless `applied`, a bool[]."""
+        for variable, value in zip(variables, old, strict=True):
+            variable.assign(ops.where(applied, variable.value, value))
 
     # ---- Keras's training loop -----------------------------------------------------------------
 
@@ -216,17 +259,6 @@ class Backend(abc.ABC):
             return after(kept, train_step(data))
 
         return step
-
-    def kept_values(self, variables: Sequence[Variable]) -> list[Tensor]:
-        """The present values of variables, which later assignments do not change."""
-        return [v.value for v in variables]
-
-    def keep_old_unless(
-        self, applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]
-    ) -> None:
-        """Give each variable its old value back unless `applied`, a bool[]."""
-        for variable, value in zip(variables, old, strict=True):
-            variable.assign(ops.where(applied, variable.value, value))
 
     def settle(self, model: Any) -> None:
         """Write the state that the loop of `fit` holds into the variables of the model."""
@@ -385,6 +417,39 @@ class Backend(abc.ABC):
             Bytes of arguments, results and working memory; None if no compiler says.
         """
         return None
+
+
+class OneReplica:
+    """How the parts of a step run where its gradients are already the sum over all devices.
+
+    `tensorflow/distribute.py` has those of several replicas.
+
+    Args:
+        backend: the backend.
+        knows_loss: whether it would know of a loss that is not finite, wherever that is computed.
+            If not, nothing but the gradients may move the scale: all processes have the same.
+    """
+
+    def __init__(self, backend: Backend, knows_loss: bool = True):
+        self.backend, self.knows_loss = backend, knows_loss
+
+    def on_each(self, function: Callable, *args: Any) -> Any:
+        """Call a function of gradients on each replica."""
+        return function(*args)
+
+    def local(self, gradients: list[Gradient]) -> list[Gradient]:
+        """The gradients of the first replica in this process."""
+        return gradients
+
+    def loss_nonfinite(self, variable: Variable) -> Tensor:
+        """float32[], above 0 if the loss is known not to be finite, as `note_loss` has noted."""
+        return ops.convert_to_tensor(variable)
+
+    def update_if(
+        self, applies: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+    ) -> None:
+        """`Backend.update_if` on each replica, with gradients from `on_each`."""
+        self.backend.update_if(applies, inner, gradients, variables)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:

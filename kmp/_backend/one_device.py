@@ -1,56 +1,9 @@
-"""How a step runs on one device, and what it holds there: all of it.
-
-`tensorflow/distribute.py` replaces `OneReplica` on several devices, and `jax/pieces.py` `Pieces`.
-"""
+"""What a device holds of each variable: all of it, or as `jax/pieces.py` says."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras import ops
-
-from kmp._backend.types import Gradient, Tensor, Variable
-
-
-class OneReplica:
-    """How the parts of a step run where its gradients are already the sum over all devices.
-
-    Args:
-        update_if: the backend's way to update variables under a condition; see the method.
-        knows_loss: whether it would know of a loss that is not finite, wherever that is computed.
-            If not, nothing but the gradients may move the scale: all processes have the same.
-    """
-
-    def __init__(
-        self,
-        update_if: Callable[[Tensor, Any, list[Gradient], list[Variable]], None],
-        knows_loss: bool = True,
-    ):
-        self._update_if, self.knows_loss = update_if, knows_loss
-
-    def on_each(self, function: Callable, *args: Any) -> Any:
-        """Call a function of gradients on each replica."""
-        return function(*args)
-
-    def local(self, gradients: list[Gradient]) -> list[Gradient]:
-        """The gradients of the first replica in this process."""
-        return gradients
-
-    def loss_nonfinite(self, variable: Variable) -> Tensor:
-        """float32[], above 0 if the loss is known not to be finite, as `note_loss` has noted."""
-        return ops.convert_to_tensor(variable)
-
-    def update_if(
-        self, keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
-    ) -> None:
-        """Let a Keras optimizer update the variables on each replica, or leave all as it is.
-
-        Args:
-            keep: bool[], whether the update happens.
-            inner: the optimizer. Its own variables stay too unless `keep`.
-            gradients: what it is given; from `on_each`.
-            variables: the variables to update.
-        """
-        self._update_if(keep, inner, gradients, variables)
+from kmp._backend.types import Tensor
 
 
 class Pieces:

@@ -10,8 +10,14 @@ import numpy as np
 import torch
 from keras import ops
 
-from kmp._backend.base import MURMUR3, Backend, at_least_float32, is_float, product
-from kmp._backend.one_device import OneReplica
+from kmp._backend.base import (
+    MURMUR3,
+    Backend,
+    OneReplica,
+    at_least_float32,
+    is_float,
+    product,
+)
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
 
@@ -92,11 +98,6 @@ class TorchBackend(Backend):
         number, loss_nonfinite, *read = _on_host([number, loss_nonfinite, *others])
         return number == 0, loss_nonfinite == 0, read
 
-    def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return torch.where(pred, compute(), otherwise)
-        return compute() if bool(pred) else otherwise  # `flags` has brought `pred` to the host
-
     def run_step(
         self,
         step: Callable[..., None],
@@ -107,19 +108,38 @@ class TorchBackend(Backend):
     ) -> None:
         # DistributedDataParallel has summed the gradients: where one process has inf or NaN, all
         # have.
-        knows_loss, update = not _with_other_processes(), _update_if
+        replica = OneReplica(self, knows_loss=not _with_other_processes())
+        if torch.compiler.is_compiling() and any(
+            v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables)
+        ):
+            # Half precision is updated through views, which take minutes to compile.
+            return _uncompiled(step, replica, gradients, variables)
+        step(replica, gradients, variables)
+
+    def update_if(
+        self, applies: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+    ) -> None:
+        if not torch.compiler.is_compiling():
+            super().update_if(applies, inner, gradients, variables)
+            return
+        guarded = [*variables, *inner.variables]
+        with torch.no_grad():
+            old = self.copied_values(guarded)
+            inner.apply(gradients, variables)
+            self.restore_unless(applies, guarded, old)
+
+    def branch(
+        self, pred: Tensor, then: Callable[[], Tensor], otherwise: Callable[[], Tensor]
+    ) -> Tensor:
         if torch.compiler.is_compiling():
-            if any(v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables)):
-                # Half precision is updated through views, which take minutes to compile.
-                return _uncompiled(step, OneReplica(update, knows_loss), gradients, variables)
-            update = _update_masked
-        step(OneReplica(update, knows_loss), gradients, variables)
+            return torch.where(pred, then(), otherwise())
+        return then() if bool(pred) else otherwise()  # `flags` has brought `pred` to the host
 
     def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         with torch.no_grad():
             variable.assign(variable.value.masked_fill(~is_finite(), 1.0))
 
-    def kept_values(self, variables: Sequence[Variable]) -> list[Tensor]:
+    def copied_values(self, variables: Sequence[Variable]) -> list[Tensor]:
         # Copies, because torch assigns in place.
         return [v.value.detach().clone() for v in variables]
 
@@ -244,25 +264,6 @@ def _with_other_processes() -> bool:
 @torch.compiler.disable
 def _uncompiled(step: Callable[..., None], *args: Any) -> None:
     step(*args)
-
-
-def _update_if(
-    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
-) -> None:
-    if bool(keep):  # `flags` has brought it to the host
-        inner.apply(gradients, variables)
-
-
-def _update_masked(
-    keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
-) -> None:
-    # As XLA does: update, and keep the old values where the step is skipped.
-    tensors = [v.value for v in (*variables, *inner.variables)]
-    with torch.no_grad():
-        before = [x.clone() for x in tensors]
-        inner.apply(gradients, variables)
-        for x, old in zip(tensors, before, strict=True):
-            x.copy_(torch.where(keep, x, old))
 
 
 class _CustomGradient(torch.autograd.Function):

@@ -68,7 +68,7 @@ def protected_step(
         state = _undone_by_a_skip(model, tracker)
         variables = [v for v in state if not isinstance(v, Buffer) or v.key not in idle]
         counters = [_skip_counter(optimizer), tracker.nonfinite_losses]
-        *values, counter, losses = backend.kept_values([*variables, *counters])
+        *values, counter, losses = backend.copied_values([*variables, *counters])
         scale = optimizer.scaled_step.counters.state if told_late else None
         return _Kept(variables, values, counter, losses, scale)
 
@@ -80,7 +80,7 @@ def protected_step(
             is_first = False
             idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
         variables, values = [v for v, _ in pairs], [x for _, x in pairs]
-        backend.keep_old_unless(applied, variables, values)
+        backend.restore_unless(applied, variables, values)
         if kept.scale is not None:
             nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
             nonfinite = ops.logical_and(ops.logical_not(applied), nonfinite)

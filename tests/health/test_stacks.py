@@ -254,13 +254,13 @@ def test_a_step_calls_no_more_functions_than_with_kerass_optimizer(measures):
 def test_a_masked_assignment_is_masked_once():
     import tensorflow as tf
 
-    from kmp._backend.tensorflow.masked import masked_assignments
+    from kmp._backend.tensorflow.updates import masked
 
     variable = keras.Variable(np.ones(3, "float32"))
 
     @tf.function
     def change(flag):
-        with masked_assignments(flag, [variable]):
+        with masked(flag, [variable]):
             variable.value.assign_add([1.0, 2.0, 3.0])
 
     graph = change.get_concrete_function(tf.TensorSpec((), tf.bool)).graph
@@ -273,10 +273,10 @@ def test_a_masked_assignment_is_masked_once():
 def test_masked_assignments_keep_or_are_the_assignments(mode):
     import tensorflow as tf
 
-    from kmp._backend.tensorflow.masked import masked_assignments
+    from kmp._backend.tensorflow.updates import masked
 
     def change_if(variables, change, flag):
-        with masked_assignments(flag, variables):
+        with masked(flag, variables):
             change(variables[0].value)
 
     slices = tf.IndexedSlices(tf.constant([2.0, 3.0, 5.0]), tf.constant([0, 2, 2]))
@@ -294,8 +294,8 @@ def test_masked_assignments_keep_or_are_the_assignments(mode):
     for name, change in changes.items():
         for keep in (True, False):
             variable, plain = keras.Variable(start), keras.Variable(start)
-            masked = functools.partial(change_if, [variable], change)
-            compiled(masked, mode)(tf.constant(keep))
+            change_masked = functools.partial(change_if, [variable], change)
+            compiled(change_masked, mode)(tf.constant(keep))
             change(plain.value)
             expected = ops.convert_to_numpy(plain) if keep else start
             found = ops.convert_to_numpy(variable)

@@ -10,11 +10,11 @@ import numpy as np
 from jax import numpy as jnp
 from keras import ops
 
-from kmp._backend.base import Backend
+from kmp._backend.base import Backend, OneReplica
 from kmp._backend.jax import targets
 from kmp._backend.jax.pieces import SplitPieces
-from kmp._backend.jax.updates import update_if
-from kmp._backend.one_device import WHOLE, OneReplica, Pieces
+from kmp._backend.jax.updates import update_by_mask
+from kmp._backend.one_device import WHOLE, Pieces
 from kmp._backend.types import Device, Gradient, Tensor, Tree, Variable
 
 _LOOPS = ("fori_loop", "map", "scan", "while_loop")
@@ -102,11 +102,6 @@ class JaxBackend(Backend):
         flags = flags.astype("float32")
         return jax.lax.optimization_barrier(jnp.dot(flags, flags)) == 0
 
-    def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-        if self.is_concrete(pred):
-            return compute() if pred else otherwise
-        return jax.lax.cond(pred, compute, lambda: otherwise)
-
     def run_step(
         self,
         step: Callable[..., None],
@@ -116,7 +111,22 @@ class JaxBackend(Backend):
         loss_nonfinite: Variable,
     ) -> None:
         # One program spans all devices.
-        step(OneReplica(update_if), gradients, variables)
+        step(OneReplica(self), gradients, variables)
+
+    def update_if(
+        self, applies: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+    ) -> None:
+        if self.is_concrete(applies):
+            super().update_if(applies, inner, gradients, variables)
+        else:
+            update_by_mask(applies, inner, gradients, variables)
+
+    def branch(
+        self, pred: Tensor, then: Callable[[], Tensor], otherwise: Callable[[], Tensor]
+    ) -> Tensor:
+        if self.is_concrete(pred):
+            return super().branch(pred, then, otherwise)
+        return jax.lax.cond(pred, then, otherwise)
 
     def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         # The loss is scaled inside the differentiated function, which is pure.

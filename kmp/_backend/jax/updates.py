@@ -1,11 +1,10 @@
-"""How an optimizer updates variables on JAX in a step that may be skipped."""
+"""How a compiled step of JAX leaves variables as they are where it is skipped."""
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import keras
 from jax import numpy as jnp
 
@@ -13,16 +12,33 @@ from kmp._backend import base
 from kmp._backend.types import Tensor, Variable
 
 
-class _MaskedScope(keras.StatelessScope):
-    """A scope in which assigning keeps the old value where `keep` is False.
+def update_by_mask(
+    applies: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
+) -> None:
+    """Let a Keras optimizer update the variables; all keep their values unless `applies`, a bool[].
 
-    The select then fuses into the update that it guards. A `lax.cond` around the update costs some
-    30 bytes moved a parameter on GPUs and stays a conditional on TPUs.
+    XLA fuses the selects into the updates that they guard. A `lax.cond` around the update costs
+    some 30 bytes moved a parameter on GPUs and stays a conditional on TPUs.
     """
+    with masked(applies), _accumulating_by_mask(inner):
+        inner.apply(gradients, variables)
 
-    def __init__(self, keep: Tensor):
+
+@contextlib.contextmanager
+def masked(applies: Tensor) -> Iterator[None]:
+    """Within, assignments leave variables as they are unless `applies`, a bool[]."""
+    with _Selects(applies) as scope:
+        yield
+    for variable in scope.updated.values():
+        variable.assign(scope.state_mapping[id(variable)])
+
+
+class _Selects(keras.StatelessScope):
+    """A scope in which each assignment selects; variables not assigned to read as outside of it."""
+
+    def __init__(self, applies: Tensor):
         super().__init__()
-        self.keep = keep
+        self.applies = applies
         self.updated: dict[int, Variable] = {}
 
     def get_current_value(self, variable):
@@ -34,25 +50,10 @@ class _MaskedScope(keras.StatelessScope):
     def add_update(self, update):
         variable, value = update
         self.updated[id(variable)] = variable
-        super().add_update((variable, jnp.where(self.keep, value, variable.value)))
-
-    def __exit__(self, *args, **kwargs):
-        super().__exit__(*args, **kwargs)
-        for variable in self.updated.values():
-            variable.assign(self.state_mapping[id(variable)])
+        super().add_update((variable, jnp.where(self.applies, value, variable.value)))
 
 
-def update_if(keep: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]) -> None:
-    """Let `inner` update the variables if `keep`."""
-    if not isinstance(keep, jax.core.Tracer):
-        if keep:
-            inner.apply(gradients, variables)
-        return
-    with _MaskedScope(keep), _accumulating_by_selects(inner):
-        inner.apply(gradients, variables)
-
-
-def _accumulating_by_selects(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+def _accumulating_by_mask(optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """Within, a Keras optimizer that accumulates gradients does so without a conditional.
 
     Keras computes the update in every micro-batch and chooses with `lax.cond`, whose operands XLA
@@ -72,7 +73,7 @@ def _accumulate(optimizer: Any, gradients: Sequence[Tensor], variables: Sequence
     places = [optimizer._get_variable_index(v) for v in variables]
     accumulators = [optimizer._accumulated_gradients[i] for i in places]
     sums = [g + a.value for g, a in zip(gradients, accumulators, strict=True)]
-    with _MaskedScope(is_last):
+    with masked(is_last):
         base.update(optimizer, [x / steps for x in sums], variables)
     for accumulator, value in zip(accumulators, sums, strict=True):
         accumulator.assign(jnp.where(is_last, 0, value))

@@ -14,10 +14,9 @@ from tensorflow.python.eager import context  # no public way to the state of the
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2  # nor past one
 
-from kmp._backend.base import Backend
-from kmp._backend.one_device import OneReplica
+from kmp._backend.base import Backend, OneReplica
 from kmp._backend.tensorflow import distribute
-from kmp._backend.tensorflow.masked import masked_assignments
+from kmp._backend.tensorflow.updates import update_by_mask
 from kmp._backend.tensorflow.views import BaseView
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
 
@@ -154,9 +153,6 @@ class TensorFlowBackend(Backend):
             return finite
         return tf.logical_and(finite, tf.logical_not(tf.tensordot(sample, sample, 1) < 0))
 
-    def compute_if(self, pred: Tensor, compute: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-        return tf.cond(pred, compute, lambda: otherwise)
-
     @tf.autograph.experimental.do_not_convert  # rewriting kmp's code would take seconds
     def run_step(
         self,
@@ -168,28 +164,28 @@ class TensorFlowBackend(Backend):
     ) -> None:
         gradients = [_of_known_shape(x, v) for x, v in zip(gradients, variables, strict=True)]
         if tf.distribute.has_strategy():
-            distribute.step_on_replicas(step, gradients, variables, loss_nonfinite)
+            distribute.step_on_replicas(self, step, gradients, variables, loss_nonfinite)
         else:
-            step(OneReplica(self._update_if), gradients, variables)
+            step(OneReplica(self), gradients, variables)
 
-    def _update_if(
-        self, keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+    def update_if(
+        self, applies: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
     ) -> None:
-        """Let `inner` update the variables if `keep`.
-
-        Outside XLA that is a branch (a select would read and write every variable on its own).
-        Inside XLA it is a select in each assignment, since a conditional stalls the device.
-        """
-        if self.inside_xla():
-            with masked_assignments(keep, variables + inner.variables):
+        if tf.distribute.has_strategy():  # no branch could reach the other replicas
+            guarded = [*variables, *inner.variables]
+            old = self.copied_values(guarded)
+            with distribute.reduced_already(inner):
                 inner.apply(gradients, variables)
-            return
+            self.restore_unless(applies, guarded, old)
+        elif self.inside_xla():
+            update_by_mask(applies, inner, gradients, variables)
+        else:
+            super().update_if(applies, inner, gradients, variables)
 
-        def branch():
-            inner.apply(gradients, variables)
-            return keep
-
-        tf.cond(keep, branch, lambda: keep)
+    def branch(
+        self, pred: Tensor, then: Callable[[], Tensor], otherwise: Callable[[], Tensor]
+    ) -> Tensor:
+        return tf.cond(pred, then, otherwise)
 
     def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         nonfinite = tf.cast(tf.logical_not(is_finite()), "float32")
@@ -219,11 +215,11 @@ class TensorFlowBackend(Backend):
 
         return step
 
-    def kept_values(self, variables: Sequence[Variable]) -> list[Tensor]:
+    def copied_values(self, variables: Sequence[Variable]) -> list[Tensor]:
         # Read before anything that comes later in the program.
         return [tf.identity(v.value) for v in variables]
 
-    def keep_old_unless(
+    def restore_unless(
         self, applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]
     ) -> None:
         # Outside XLA in a branch, which reads and writes nothing in a step that was applied. With
@@ -234,10 +230,10 @@ class TensorFlowBackend(Backend):
             pairs = list(zip(variables, old, strict=True))
             mine = [pair for pair, is_own in zip(pairs, own, strict=True) if is_own]
             shared = [pair for pair, is_own in zip(pairs, own, strict=True) if not is_own]
-            super().keep_old_unless(applied, [v for v, _ in mine], [x for _, x in mine])
-            distribute.keep_old_values(applied, [v for v, _ in shared], [x for _, x in shared])
+            super().restore_unless(applied, [v for v, _ in mine], [x for _, x in mine])
+            distribute.restore_unless(applied, [v for v, _ in shared], [x for _, x in shared])
         elif self.inside_xla():
-            super().keep_old_unless(applied, variables, old)
+            super().restore_unless(applied, variables, old)
         else:
 
             def put_back() -> Tensor:
@@ -245,7 +241,7 @@ class TensorFlowBackend(Backend):
                     variable.assign(value)
                 return applied
 
-            tf.cond(applied, lambda: applied, put_back)
+            self.branch(applied, lambda: applied, put_back)
 
     def matmul_float32(self, x: Tensor, kernel: Tensor) -> Tensor:
         # Only XLA has such a product. Elsewhere the operands are cast up, which gives the same

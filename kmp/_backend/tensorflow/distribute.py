@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from kmp._backend import base
-from kmp._backend.one_device import OneReplica
+from kmp._backend.base import Backend, OneReplica
 from kmp._backend.types import Gradient, Tensor, Variable
 
 _lock = threading.Lock()
@@ -40,6 +40,7 @@ def _taken(variable: Variable) -> Tensor | None:
 
 
 def step_on_replicas(
+    backend: Backend,
     step: Callable[..., None],
     gradients: list[Gradient],
     variables: list[Variable],
@@ -48,6 +49,7 @@ def step_on_replicas(
     """Run a step for all replicas at once.
 
     Args:
+        backend: the backend.
         step: takes how its parts run (see `OneReplica`), gradients and variables.
         gradients: this replica's gradients of the scaled loss.
         variables: their variables.
@@ -65,12 +67,12 @@ def step_on_replicas(
     noted = _taken(loss_nonfinite)
     *gradients, noted = _all_reduced([*gradients, noted])
     if not merges_replicas():
-        step(_Knowing(_update_by_selects, noted), gradients, variables)
+        step(_Knowing(backend, noted), gradients, variables)
         return
 
     def merged(strategy: Any, gradients: list, variables: list, noted: Any) -> None:
         known = None if noted is None else strategy.experimental_local_results(noted)[0]
-        step(_MergedReplicas(strategy, known), gradients, variables)
+        step(_MergedReplicas(backend, strategy, known), gradients, variables)
 
     replica = tf.distribute.get_replica_context()
     replica.merge_call(merged, args=(gradients, variables, noted))
@@ -79,8 +81,8 @@ def step_on_replicas(
 class _Knowing(OneReplica):
     """Knows what was noted of the losses of all replicas; None if nothing was."""
 
-    def __init__(self, update_if: Callable[..., None], noted: Tensor | None):
-        super().__init__(update_if)
+    def __init__(self, backend: Backend, noted: Tensor | None):
+        super().__init__(backend)
         self._noted = noted
 
     def loss_nonfinite(self, variable: Variable) -> Tensor:
@@ -90,8 +92,8 @@ class _Knowing(OneReplica):
 class _MergedReplicas(_Knowing):
     """Runs the parts of a step from the cross-replica context."""
 
-    def __init__(self, strategy: Any, noted: Tensor | None):
-        super().__init__(self._update, noted)
+    def __init__(self, backend: Backend, strategy: Any, noted: Tensor | None):
+        super().__init__(backend, noted)
         self._strategy = strategy
 
     def on_each(self, function: Callable, *args: Any) -> Any:
@@ -101,30 +103,19 @@ class _MergedReplicas(_Knowing):
         first = self._strategy.experimental_local_results
         return [None if g is None else first(g)[0] for g in gradients]
 
-    def _update(
-        self, keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+    def update_if(
+        self, applies: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
     ) -> None:
-        def branch():
-            with _reduced_already(inner):
+        def update() -> Tensor:
+            with reduced_already(inner):
                 _update(self.on_each, inner, gradients, variables)
-            return keep
+            return applies
 
-        tf.cond(keep, branch, lambda: keep)
-
-
-def _update_by_selects(
-    keep: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
-) -> None:
-    """Update, then put the old values back unless `keep`: no branch could reach other replicas."""
-    guarded = variables + inner.variables
-    before = [tf.identity(v.value) for v in guarded]
-    with _reduced_already(inner):
-        inner.apply(gradients, variables)
-    keep_old_values(keep, guarded, before)
+        self.backend.branch(applies, update, lambda: applies)
 
 
 @contextlib.contextmanager
-def _reduced_already(inner: Any) -> Iterator[None]:
+def reduced_already(inner: Any) -> Iterator[None]:
     """Within, a Keras optimizer does not sum the gradients over the replicas a second time.
 
     Keras sums right before the update, after clipping has seen the gradients of one replica.
@@ -151,18 +142,18 @@ def merges_replicas() -> bool:
     return not tf.__internal__.distribute.strategy_supports_no_merge_call()
 
 
-def keep_old_values(kept: Tensor, variables: list[Variable], old: list[Tensor]) -> None:
-    """Write the old value back into each variable, on each replica, unless `kept`."""
+def restore_unless(applied: Tensor, variables: list[Variable], old: list[Tensor]) -> None:
+    """Give each variable its old value back, on each replica, unless `applied`, a bool[]."""
 
-    def select(variable, value, kept):
-        return variable.assign(tf.where(kept, variable, value))
+    def select(variable, value, applied):
+        return variable.assign(tf.where(applied, variable, value))
 
-    def restore(strategy, values, kept):
+    def restore(strategy, values, applied):
         for variable, value in zip(variables, values, strict=True):
-            strategy.extended.update(variable.value, select, args=(value, kept), group=False)
+            strategy.extended.update(variable.value, select, args=(value, applied), group=False)
 
     strategy = tf.distribute.get_strategy()
-    tf.__internal__.distribute.interim.maybe_merge_call(restore, strategy, old, kept)
+    tf.__internal__.distribute.interim.maybe_merge_call(restore, strategy, old, applied)
 
 
 def _all_reduced(gradients: list[Gradient]) -> list[Gradient]:

@@ -1,4 +1,4 @@
-"""Assignments to TensorFlow variables that hold only if a flag is True."""
+"""How a step that XLA compiles leaves TensorFlow variables as they are where it is skipped."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,25 +7,33 @@ from typing import Any
 import tensorflow as tf
 
 from kmp._backend.base import replacing
-from kmp._backend.types import Tensor, Variable
+from kmp._backend.types import Gradient, Tensor, Variable
 
 # All that Keras's optimizers change a variable with.
 _METHODS = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_add", "scatter_sub")
 
 
-@contextlib.contextmanager
-def masked_assignments(keep: Tensor, variables: list[Variable]) -> Iterator[None]:
-    """While open, each change of one of `variables` keeps the old value where `keep` is False.
+def update_by_mask(
+    applies: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
+) -> None:
+    """Let a Keras optimizer update the variables; all keep their values unless `applies`, a bool[].
 
-    XLA fuses the select into the update that it guards. A select after the whole update would have
-    it keep, and read again, the old value of every variable.
+    XLA fuses the selects into the updates that they guard. A select after the whole update would
+    have it keep, and read again, the old value of every variable.
     """
+    with masked(applies, [*variables, *inner.variables]):
+        inner.apply(gradients, variables)
+
+
+@contextlib.contextmanager
+def masked(applies: Tensor, variables: list[Variable]) -> Iterator[None]:
+    """Within, assignments leave `variables` as they are unless `applies`, a bool[]."""
     native = [v.value for v in variables]
     with replacing:
         for variable in native:
             # All of them first: what is masked already would be masked twice.
-            masked = {name: _masked(variable, name, keep) for name in _METHODS}
-            vars(variable).update(masked)
+            methods = {name: _masked(variable, name, applies) for name in _METHODS}
+            vars(variable).update(methods)
         try:
             yield
         finally:
@@ -34,7 +42,7 @@ def masked_assignments(keep: Tensor, variables: list[Variable]) -> Iterator[None
                     delattr(variable, name)
 
 
-def _masked(variable: Any, name: str, keep: Tensor) -> Callable:
+def _masked(variable: Any, name: str, applies: Tensor) -> Callable:
     change, assign = getattr(variable, name), variable.assign
 
     def dense(value, *args, **kwargs):
@@ -44,14 +52,14 @@ def _masked(variable: Any, name: str, keep: Tensor) -> Callable:
             value = old + value
         elif name == "assign_sub":
             value = old - value
-        return assign(tf.where(keep, value, old), *args, **kwargs)
+        return assign(tf.where(applies, value, old), *args, **kwargs)
 
     def sparse(slices, *args, **kwargs):
         if name == "scatter_update":
             kept = tf.gather(variable, slices.indices)
         else:  # a zero that changes no number, not even the sign of another zero
             kept = tf.constant(-0.0 if name == "scatter_add" else 0.0, variable.dtype)
-        values = tf.where(keep, slices.values, kept)
+        values = tf.where(applies, slices.values, kept)
         slices = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
         return change(slices, *args, **kwargs)
 
