@@ -504,3 +504,41 @@ def update(optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Va
     clipped = optimizer._clip_gradients(list(gradients))
     optimizer._apply_weight_decay(variables)
     optimizer._backend_update_step(clipped, variables, optimizer.learning_rate)
+
+
+def ends_window(optimizer: Any) -> Tensor:
+    """bool[]: whether this step is the last micro-batch of a window of accumulated gradients."""
+    return (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
+
+
+def accumulate(
+    optimizer: Any,
+    gradients: Sequence[Gradient],
+    variables: Sequence[Variable],
+    choose: Callable[[Callable[[], None], Callable[[], None]], None],
+) -> None:
+    """Add the gradients of a micro-batch to their accumulators, or update with the window's mean.
+
+    That is what Keras does, without its conditional: XLA would copy all parameters and slots for
+    it, and TensorFlow refuses it where replicas synchronise.
+
+    Args:
+        optimizer: of Keras, with `gradient_accumulation_steps`.
+        gradients: of this micro-batch, one for each variable.
+        variables: the variables to update.
+        choose: called with two functions: `update_with_mean` for the last micro-batch of a window,
+            and `add` for the others. It runs the right one.
+    """
+    places = [optimizer._get_variable_index(v) for v in variables]
+    accumulators = [optimizer._accumulated_gradients[i] for i in places]
+
+    def update_with_mean() -> None:
+        steps = optimizer.gradient_accumulation_steps
+        means = [(g + a) / steps for g, a in zip(gradients, accumulators, strict=True)]
+        update(optimizer, means, variables)
+        optimizer._backend_reset_gradient_accumulators()
+
+    def add() -> None:
+        optimizer._backend_increment_gradient_accumulators(gradients, accumulators)
+
+    choose(update_with_mean, add)

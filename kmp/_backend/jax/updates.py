@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -67,13 +67,12 @@ def _accumulating_by_mask(optimizer: Any) -> contextlib.AbstractContextManager[N
 
 
 def _accumulate(optimizer: Any, gradients: Sequence[Tensor], variables: Sequence[Variable]) -> None:
-    """Add to the accumulators; the last micro-batch of a window updates with their mean instead."""
-    steps = optimizer.gradient_accumulation_steps
-    is_last = (optimizer._iterations.value + 1) % steps == 0
-    places = [optimizer._get_variable_index(v) for v in variables]
-    accumulators = [optimizer._accumulated_gradients[i] for i in places]
-    sums = [g + a.value for g, a in zip(gradients, accumulators, strict=True)]
-    with masked(is_last):
-        base.update(optimizer, [x / steps for x in sums], variables)
-    for accumulator, value in zip(accumulators, sums, strict=True):
-        accumulator.assign(jnp.where(is_last, 0, value))
+    is_last = base.ends_window(optimizer)
+
+    def choose(update_with_mean: Callable[[], None], add: Callable[[], None]) -> None:
+        with masked(is_last):
+            update_with_mean()
+        with masked(~is_last):
+            add()
+
+    base.accumulate(optimizer, gradients, variables, choose)

@@ -174,16 +174,23 @@ def _update(
     overwrites = (inner.iterations + 1) % overwrite == 0 if inner.use_ema and overwrite else None
 
     def apply(window_ends: bool) -> Tensor:
-        def apply_gradients(grads, variables):
-            _apply_gradients(inner, window_ends, grads, variables)
+        def choose(update_with_mean: Callable[[], None], add: Callable[[], None]) -> None:
+            return update_with_mean() if window_ends else add()
+
+        def apply_gradients(gradients: list[Gradient], variables: list[Variable]) -> None:
+            if window:
+                base.accumulate(inner, gradients, variables, choose)
+            else:
+                base.update(inner, gradients, variables)
+            if inner.use_ema:
+                inner._update_model_variables_moving_average(inner._trainable_variables)
 
         with base.applying_by(inner, apply_gradients):
             on_each(inner.apply, gradients, variables)
         return tf.constant(window_ends)
 
     if window:
-        ends = (inner._iterations + 1) % window == 0
-        tf.cond(ends, lambda: apply(True), lambda: apply(False))
+        tf.cond(base.ends_window(inner), lambda: apply(True), lambda: apply(False))
     else:
         apply(True)
     if overwrites is not None:
@@ -196,21 +203,3 @@ def _update(
             return overwrites
 
         tf.cond(overwrites, overwrite_variables, lambda: overwrites)
-
-
-def _apply_gradients(inner: Any, window_ends: bool, grads: Any, variables: Any) -> None:
-    """`BaseOptimizer._backend_apply_gradients` for a window whose end is known while tracing."""
-    if inner.gradient_accumulation_steps:
-        indices = [inner._get_variable_index(v) for v in variables]
-        accumulators = [inner._accumulated_gradients[i] for i in indices]
-        if not window_ends:
-            inner._backend_increment_gradient_accumulators(grads, accumulators)
-        else:
-            steps = inner.gradient_accumulation_steps
-            grads = [(g + a) / steps for g, a in zip(grads, accumulators, strict=True)]
-    if window_ends:
-        base.update(inner, grads, variables)
-        if inner.gradient_accumulation_steps:
-            inner._backend_reset_gradient_accumulators()
-    if inner.use_ema:
-        inner._update_model_variables_moving_average(inner._trainable_variables)
