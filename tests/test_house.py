@@ -295,6 +295,51 @@ def test_this_keras_has_each_private_name():
     assert (has - words, lacks & words) == (set(), set())
 
 
+# Each backend overrides what `Backend` declares, and nothing else
+
+
+def methods_of(tree, is_wanted):
+    """The public methods of the classes that are wanted, and the names of their arguments."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and is_wanted(node):
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef) and not is_private(member.name):
+                    every = [*member.args.args, member.args.vararg, *member.args.kwonlyargs]
+                    yield member.name, [x.arg for x in every if x is not None]
+
+
+def is_backend(node):
+    return any(ast.unparse(base) == "Backend" for base in node.bases)
+
+
+DECLARED = dict(methods_of(TREES["_backend/base.py"], lambda node: node.name == "Backend"))
+
+
+def not_declared(tree):
+    """mypy reports an override of another signature, but not a name that it has never seen."""
+    found = methods_of(tree, is_backend)
+    return {name for name, arguments in found if DECLARED.get(name) != arguments}
+
+
+def test_backends_only_override():
+    found = {name: dict(methods_of(tree, is_backend)) for name, tree in TREES.items()}
+    assert len([name for name, overrides in found.items() if overrides]) == len(BACKENDS)
+    assert {name: x for name, tree in TREES.items() if (x := not_declared(tree))} == {}
+
+
+@pytest.mark.parametrize(
+    "method, expected",
+    [
+        ("def hash_bits(self, x): return x", set()),
+        ("def hash_bitz(self, x): return x", {"hash_bitz"}),
+        ("def hash_bits(self, bits): return bits", {"hash_bits"}),
+        ("def _own(self): pass", set()),
+    ],
+)
+def test_methods_that_override_nothing_are_found(method, expected):
+    assert not_declared(ast.parse(f"class TpuBackend(Backend):\n    {method}")) == expected
+
+
 # What importing loads
 
 

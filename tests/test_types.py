@@ -1,4 +1,4 @@
-"""What type checkers say of a user's code."""
+"""What type checkers say of a user's code, and of a backend that overrides wrongly."""
 
 import json
 import pathlib
@@ -33,6 +33,22 @@ TYPOS = [
     "kmp.sclaed('adam')",
 ]
 
+
+BACKEND = """
+from kmp._backend.base import Backend
+from kmp._backend.types import Tensor
+
+class NewBackend(Backend):
+    def inside_xla(self) -> bool: return True
+    def segment_sum(self, values: Tensor, keys: Tensor, number: int) -> Tensor: return values
+"""
+WRONG_OVERRIDES = [
+    "    def platform(self, device: str) -> str: return device",
+    "    def compiled(self, function): return function",
+    "    def writes_logs(self, model: object) -> str: return ''",
+    "    END_OF_DATA = 3",
+    "NewBackend()  # which lacks functions without a default",
+]
 
 PYRIGHT = shutil.which("pyright") or shutil.which("basedpyright")
 
@@ -69,3 +85,12 @@ def test_a_typo_is_an_error_and_sound_code_is_none(errors, tmp_path, monkeypatch
     file.write_text(SOUND + "\n".join(TYPOS) + "\n")
     lines = SOUND.count("\n")
     assert errors(file, monkeypatch) == set(range(lines + 1, lines + len(TYPOS) + 1))
+
+
+@pytest.mark.only("tensorflow")
+def test_a_wrong_override_of_a_backend_is_an_error(tmp_path, monkeypatch):
+    file = tmp_path / "backend.py"
+    file.write_text(BACKEND + "\n".join(WRONG_OVERRIDES) + "\n")
+    lines = BACKEND.count("\n")
+    expected = set(range(lines + 1, lines + len(WRONG_OVERRIDES) + 1))
+    assert errors_of_mypy(file, monkeypatch) == expected
