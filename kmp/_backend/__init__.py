@@ -9,8 +9,8 @@ import importlib
 import keras
 
 from kmp._backend.base import Backend
-from kmp._backend.one_device import WHOLE as WHOLE
-from kmp._backend.one_device import Pieces as Pieces
+from kmp._backend.sharding import UNSHARDED as UNSHARDED
+from kmp._backend.sharding import Sharding as Sharding
 
 _NAME = keras.backend.backend()
 if _NAME not in ("tensorflow", "jax", "torch"):

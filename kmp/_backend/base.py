@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp._backend.one_device import WHOLE, Pieces
+from kmp._backend.sharding import UNSHARDED, Sharding
 from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Tree, Variable
 
 # Factor and shift of each round of `hash_bits`: 0x85EBCA6B and 0xC2B2AE35 as int32.
@@ -58,9 +58,9 @@ class Backend(abc.ABC):
         """
         return function("host", *tensors)
 
-    def pieces(self, layouts: Sequence[Any]) -> Pieces:
-        """What each device holds of variables with these layouts; `WHOLE` if none is split."""
-        return WHOLE
+    def sharding(self, layouts: Sequence[Any]) -> Sharding:
+        """What each device holds of variables with these layouts; `UNSHARDED` if none is split."""
+        return UNSHARDED
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
         """`function` as one program on JAX, itself elsewhere; `static`: places of non-tensors."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from kmp._backend import WHOLE, Pieces, backend
+from kmp._backend import UNSHARDED, Sharding, backend
 from kmp._backend.types import Gradient, Tensor
 from kmp.health.measure import SMALL, Part
 
@@ -27,7 +27,7 @@ _EXPONENT_BITS, _BIAS, _MANTISSA = 255, 127, 23
 
 
 class Cut(NamedTuple):
-    """How a variable, or the piece of it on one device, is sampled."""
+    """How a variable, or the shard of it on one device, is sampled."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # one for each axis
@@ -39,15 +39,15 @@ class Cut(NamedTuple):
         return math.prod(-(-size // stride) for size, stride in pairs)
 
 
-def cut(shape: Sequence[int], piece: Sequence[int] | None = None) -> Cut:
+def cut(shape: Sequence[int], shard: Sequence[int] | None = None) -> Cut:
     """Choose strides that leave at most `SAMPLE_SIZE` values, but more than an eighth of that.
 
     Strides are odd, so they do not fall in step with powers of two, such as heads of 64 columns.
 
     Args:
         shape: of the variable.
-        piece: the shape of the piece on one device; `shape` if all of it is there. Each device
-            samples its piece, so that the pieces together leave that many values.
+        shard: the shape of the shard on one device; `shape` if all of it is there. Each device
+            samples its shard, so that the shards together leave that many values.
 
     Example:
 
@@ -56,10 +56,10 @@ def cut(shape: Sequence[int], piece: Sequence[int] | None = None) -> Cut:
     >>> cut((512, 512), (512, 128))
     Cut(shape=(512, 128), strides=(15, 7))
     """
-    piece = tuple(shape if piece is None else piece)
-    found = Cut(piece, (1,) * len(piece))
-    pieces = math.prod(shape) // max(math.prod(piece), 1)
-    while found.size * pieces > SAMPLE_SIZE and found.size > 1:
+    shard = tuple(shape if shard is None else shard)
+    found = Cut(shard, (1,) * len(shard))
+    shards = math.prod(shape) // max(math.prod(shard), 1)
+    while found.size * shards > SAMPLE_SIZE and found.size > 1:
         left = [-(-size // stride) for size, stride in zip(*found, strict=True)]
         longest = max(range(len(left)), key=lambda axis: (left[axis], axis))
         strides = list(found.strides)
@@ -79,7 +79,7 @@ def sample(
     weights: Sequence[Tensor],
     cuts: Sequence[Cut],
     target: str = "host",
-    pieces: Pieces = WHOLE,
+    sharding: Sharding = UNSHARDED,
 ) -> Tensor:
     """Sample gradients and weights, on the target that `backend.per_target` names.
 
@@ -92,11 +92,11 @@ def sample(
         if part.stacked:
             samples.append(ops.reshape(part.values, (-1,)))
         else:
-            samples.append(_sampled(part.values, cuts[part.members[0]], target, pieces))
+            samples.append(_sampled(part.values, cuts[part.members[0]], target, sharding))
     order = layout(parts, len(weights))
     absent = order[sum(len(part.members) for part in parts) :]
     samples += [ops.zeros((cuts[i].size,), "float32") for i in absent]
-    before = sample_weights(weights, cuts, order, target, pieces)
+    before = sample_weights(weights, cuts, order, target, sharding)
     return ops.concatenate([_together(samples), before])
 
 
@@ -105,14 +105,14 @@ def sample_weights(
     cuts: Sequence[Cut],
     order: Sequence[int],
     target: str = "host",
-    pieces: Pieces = WHOLE,
+    sharding: Sharding = UNSHARDED,
 ) -> Tensor:
     """Sample weights: float32[n], with the variables in this order."""
-    return _together([_sampled(weights[i], cuts[i], target, pieces) for i in order])
+    return _together([_sampled(weights[i], cuts[i], target, sharding) for i in order])
 
 
-def _sampled(values: Gradient, cut: Cut, target: str, pieces: Pieces) -> Tensor:
-    found = pieces.everywhere(backend.gradient_sample(values, cut.strides, target))
+def _sampled(values: Gradient, cut: Cut, target: str, sharding: Sharding) -> Tensor:
+    found = sharding.replicate(backend.gradient_sample(values, cut.strides, target))
     # A sparse gradient's number of rows is only known at run time.
     return found if found.shape == (cut.size,) else ops.reshape(found, (cut.size,))
 
@@ -127,7 +127,7 @@ def measure_sample(
     after: Tensor,
     cuts: Sequence[Cut],
     order: Sequence[int],
-    pieces: Pieces = WHOLE,
+    sharding: Sharding = UNSHARDED,
 ) -> Tensor:
     """Measure gradients, weights and updates on their samples.
 
@@ -135,7 +135,7 @@ def measure_sample(
         before: float32[2 * n], from `sample`: the scaled gradients, and weights before the update.
         after: float32[n], from `sample_weights`, after the update.
         cuts, order: how the variables are sampled, and in which order.
-        pieces: what this device holds of them.
+        sharding: how the variables lie on the devices.
 
     Returns:
         float32[num_variables, 3 + 47]: `COLUMNS`, then the gradient's histogram: zeros, each
@@ -155,7 +155,7 @@ def measure_sample(
         ops.reshape(first_key + keys, (-1,)),
         len(sizes) * _KEYS,
     )
-    sums, _ = pieces.reduced(ops.reshape(sums, (len(sizes), _KEYS)))
+    sums, _ = sharding.reduced(ops.reshape(sums, (len(sizes), _KEYS)))
     whole = [[math.prod(each.shape) / max(each.size, 1)] for each in cuts]
     column = ops.arange(_KEYS, dtype="int32")
     nonzero = ops.where(column > len(COLUMNS), sums, 0.0)

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp._backend import WHOLE, Pieces, backend
+from kmp._backend import UNSHARDED, Sharding, backend
 from kmp._backend.types import Gradient, Tensor
 
 # Levels are in true units (after division by the loss scale) and over finite values only, so that
@@ -168,11 +168,11 @@ def measure(
     sizes: Sequence[int],
     *,
     together: bool = False,
-    pieces: Pieces = WHOLE,
+    sharding: Sharding = UNSHARDED,
 ) -> Tensor:
     """float32[num_variables, 4]: `LEVELS` of true gradients; zeros where there is no gradient.
 
-    A variable has `sizes` elements, of which a sparse gradient, or a piece, holds only a part.
+    A variable has `sizes` elements, of which a sparse gradient, or a shard, holds only a part.
 
     Example:
 
@@ -183,7 +183,7 @@ def measure(
     table = _reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
     present = {i for part in parts for i in part.members}
     whole = np.array([n if i in present else 0 for i, n in enumerate(sizes)], "float32")
-    return _levels(*pieces.reduced(table), backend.constant(whole))
+    return _levels(*sharding.reduced(table), backend.constant(whole))
 
 
 @backend.compiled
@@ -216,7 +216,7 @@ def _look_at_levels(values: Tensor) -> Columns:
 
 
 def find_nonfinite(
-    parts: Sequence[Part], number: int, *, together: bool = False, pieces: Pieces = WHOLE
+    parts: Sequence[Part], number: int, *, together: bool = False, sharding: Sharding = UNSHARDED
 ) -> Tensor:
     """float32[number]: above 0 for gradients with inf or NaN, 0 for sound or missing ones."""
     if not parts:
@@ -228,7 +228,7 @@ def find_nonfinite(
         return _in_rows(ops.cast(~backend.are_finite(values), "float32"), order, number)
     find = functools.partial(_reduce_parts, _look_for_nonfinite, lambda found: ops.maximum(*found))
     found = find(parts, number, together)
-    return pieces.reduced(ops.cast(found, "float32"))[1]
+    return sharding.reduced(ops.cast(found, "float32"))[1]
 
 
 def _look_for_nonfinite(values: Tensor) -> Columns:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from kmp._backend import Pieces, backend
+from kmp._backend import Sharding, backend
 from kmp._backend.types import Gradient, Tensor
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, Part, gather
@@ -81,25 +81,25 @@ class MeasurePlan:
 
     shapes: tuple[tuple[int, ...], ...]  # of each variable
     kinds: tuple[Kind, ...]  # of each variable. Only gradients of one kind are stacked
-    pieces: Pieces  # what a device holds of each variable
+    sharding: Sharding  # how the variables lie on the devices
     levels: bool  # whether the levels of all gradients are measured
     max_abs: bool  # whether the loss-scaling rule needs the largest gradient of every step
     sizes: tuple[int, ...] = dataclasses.field(init=False)  # each variable's number of elements
     # Whether it is split over devices. Its gradient is then not stacked with others
     split: tuple[bool, ...] = dataclasses.field(init=False)
-    cuts: tuple[details.Cut, ...] = dataclasses.field(init=False)  # how its piece is sampled
+    cuts: tuple[details.Cut, ...] = dataclasses.field(init=False)  # how its shard is sampled
     # For eager steps:
     eagerly: "MeasurePlan" = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        pieces = [self.pieces.shape(i, shape) for i, shape in enumerate(self.shapes)]
-        split = tuple(piece != shape for piece, shape in zip(pieces, self.shapes, strict=True))
-        eager = self.pieces.eagerly()
-        other = self if eager is self.pieces else dataclasses.replace(self, pieces=eager)
+        shards = [self.sharding.shard_shape(i, shape) for i, shape in enumerate(self.shapes)]
+        split = tuple(shard != shape for shard, shape in zip(shards, self.shapes, strict=True))
+        eager = self.sharding.eagerly()
+        other = self if eager is self.sharding else dataclasses.replace(self, sharding=eager)
         object.__setattr__(self, "eagerly", other)
         object.__setattr__(self, "sizes", tuple(map(math.prod, self.shapes)))
         object.__setattr__(self, "split", split)
-        object.__setattr__(self, "cuts", tuple(map(details.cut, self.shapes, pieces)))
+        object.__setattr__(self, "cuts", tuple(map(details.cut, self.shapes, shards)))
 
     def gather(self, gradients: Sequence[Gradient]) -> list[Part]:
         """Stack the small gradients, of one a variable or None, that can be measured together."""
@@ -113,9 +113,9 @@ class MeasurePlan:
         tensors: Sequence[Any],
         apart: bool = False,
     ) -> Sequence[Tensor]:
-        """`backend.per_target`, on each device with the pieces it holds; see `Pieces.each`."""
+        """`backend.per_target`, on each device with the shards it holds; see `Sharding.each`."""
         if any(self.split):
-            function = self.pieces.each(function, of, apart)
+            function = self.sharding.each(function, of, apart)
         return backend.per_target(function, shapes, *tensors)
 
     def of_gradients(self, table: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Gradients(NamedTuple):
 
     @property
     def of(self) -> list[int | None]:
-        """For each tensor, the variable whose sharding it has, or None; see `Pieces.each`."""
+        """For each tensor, the variable whose sharding it has, or None; see `Sharding.each`."""
         return [None] * len(self.scale) + _variables_of(self.parts)
 
     def filled(self, tensors: Sequence[Tensor]) -> "Gradients":
@@ -207,7 +207,7 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
         always = [part for part in true if plan.is_checked_with_levels(part, way)]
         others = [part for part in true if not plan.is_checked_with_levels(part, way)]
         find = functools.partial(
-            measure.find_nonfinite, others, number, together=way.together, pieces=plan.pieces
+            measure.find_nonfinite, others, number, together=way.together, sharding=plan.sharding
         )
         if not always:
             return find(), ops.zeros((number, len(LEVELS)), "float32")
@@ -252,7 +252,7 @@ def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:
         gradients = {part.members[0]: part.values for part in parts}
         parts = plan.gather([gradients.get(i) for i in range(len(plan.sizes))])
     together = _WAYS[target].together
-    return measure.measure(parts, plan.sizes, together=together, pieces=plan.pieces)
+    return measure.measure(parts, plan.sizes, together=together, sharding=plan.sharding)
 
 
 def take_sample(
@@ -260,7 +260,7 @@ def take_sample(
 ) -> Look:
     """`seen` with a sample of the scaled gradients and of the weights; zeros if it is not due.
 
-    Of variables that are split over devices, each device has the sample of its own pieces.
+    Of variables that are split over devices, each device has the sample of its own shards.
 
     Args:
         plan: the optimizer's plan.
@@ -275,14 +275,14 @@ def take_sample(
         gradients = refilled(parts, tensors[: len(parts)])
         weights = tensors[len(parts) :]
         zeros = ops.zeros((number,), "float32")
-        take = functools.partial(details.sample, gradients, weights, cuts, target, plan.pieces)
+        take = functools.partial(details.sample, gradients, weights, cuts, target, plan.sharding)
         if _WAYS[target].branches:
             return [backend.branch(due, take, lambda: zeros)]
         return [ops.where(due, take(), zeros)]
 
     tensors = [seen.due_details, *(part.values for part in parts), *weights]
     of = [None, *_variables_of(parts), *range(len(weights))]
-    shapes = [(number * plan.pieces.number,)]
+    shapes = [(number * plan.sharding.num_devices,)]
     (before,) = plan.per_target(sample, shapes, of, tensors, apart=True)
     # Otherwise XLA may update the weights first, and keep a copy of all of them for the sample.
     finite, order = backend.after(seen.finite, before), details.layout(parts, len(plan.shapes))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from kmp._backend import Pieces, backend
+from kmp._backend import Sharding, backend
 from kmp._backend.types import Tensor, Variable
 from kmp._common import whole_number
 from kmp.health import details, measure
@@ -98,9 +98,9 @@ class Telemetry:
     def _record_details(self, plan: MeasurePlan, seen: Look, weights: Sequence[Tensor]) -> None:
         def measured(target: str, due: Any, before: Any, previous: Any, *weights: Any) -> list:
             def table() -> Tensor:
-                cuts, pieces = plan.cuts, plan.pieces
-                after = details.sample_weights(weights, cuts, seen.order, target, pieces)
-                found = details.measure_sample(before, after, cuts, seen.order, pieces)
+                cuts, sharding = plan.cuts, plan.sharding
+                after = details.sample_weights(weights, cuts, seen.order, target, sharding)
+                found = details.measure_sample(before, after, cuts, seen.order, sharding)
                 return plan.of_gradients(found)
 
             return [backend.branch(due, table, lambda: previous)]
@@ -108,7 +108,7 @@ class Telemetry:
         previous = ops.convert_to_tensor(self.details)
         tensors = (seen.due_details, seen.sample, previous, *weights)
         shapes = [tuple(self.details.shape)]
-        of = [None, Pieces.APART, None, *range(len(weights))]
+        of = [None, Sharding.APART, None, *range(len(weights))]
         self.details.assign(plan.per_target(measured, shapes, of, tensors)[0])
 
 

@@ -80,7 +80,7 @@ class ScaledStep:
         kinds = [self.plan.kinds[place] for place in places]
         if any(self.plan.split):
             pairs = zip(places, scaled, strict=True)
-            scaled = [x if x is None else self.plan.pieces.laid_out(i, x) for i, x in pairs]
+            scaled = [x if x is None else self.plan.sharding.constrain(i, x) for i, x in pairs]
 
         def divide(scaled: list[Gradient]) -> list[Gradient]:  # each replica reads its own scale
             return _unscaled(rule, scaled, kinds, self.counters.state)
@@ -228,7 +228,7 @@ def plan_for(
             Kind(dtype, getattr(v, "overwrite_with_gradient", False))
             for v, dtype in zip(variables, dtypes, strict=True)
         ),
-        pieces=backend.pieces(layouts_of(variables)),
+        sharding=backend.sharding(layouts_of(variables)),
         levels=measures,
         max_abs=max_abs,
     )

@@ -96,7 +96,7 @@ def sgd(**arguments):
 
 
 def assert_distributed(model, distribution):
-    """What is compared below really lies in pieces on several devices."""
+    """What is compared below really lies in shards on several devices."""
     kernel = model.trainable_variables[0].value
     assert len(kernel.sharding.device_set) == distribution.device_mesh.devices.size
     sharded = isinstance(distribution, keras.distribution.ModelParallel)
@@ -333,14 +333,14 @@ def collectives(optimizer, watch=False, make=dense_model):
 
 @pytest.mark.parametrize("make", [dense_model, attention_model])
 def test_measuring_gathers_nothing(make):
-    """Each device measures its pieces; the sums and the maxima of all are reduced in one go each.
+    """Each device measures its shards; the sums and the maxima of all are reduced in one go each.
 
     CPUs look for inf and NaN first, and measure in a branch: one reduction, and two. The small
     gradients of attention are measured with the check, by two more. Watching adds two. (Unless
     gradients lie as their variables do, XLA gathers 166 KB here for their readers.)
     """
     plain, reductions = collectives(keras.optimizers.Adam(), make=make)
-    biases = 0 if make is dense_model else 2 * 3 * 64 * 4  # whose gradients are made in pieces
+    biases = 0 if make is dense_model else 2 * 3 * 64 * 4  # whose gradients are made in shards
     more = 3 if make is dense_model else 5
     for watch in (False, True):
         moved, found = collectives(kmp.scaled("adam"), watch, make)
@@ -443,9 +443,9 @@ def test_each_device_samples_every_few_numbers_of_its_piece(axes, split, jit):
     split = split if jit else (1, 1)
     cut = details.cut((256, 256), tuple(256 // n for n in split))
     assert max(cut.strides) > 1
-    pieces = [x for half in np.split(values, split[0]) for x in np.split(half, split[1], axis=1)]
+    shards = [x for half in np.split(values, split[0]) for x in np.split(half, split[1], axis=1)]
     every = tuple(slice(None, None, stride) for stride in cut.strides)
-    before = np.concatenate([x[every].ravel() for x in pieces])
+    before = np.concatenate([x[every].ravel() for x in shards])
     update = np.where(before > 0, 2.0, 0.0)
     # At most 4,096 squares of at most 63 sum to less than 2**24, exactly; root and product round.
     whole = np.sqrt(values.size / before.size)

@@ -27,7 +27,7 @@ def test_a_sample_is_large_enough_and_small_enough(shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "piece"),
+    ("shape", "shard"),
     [
         ((512, 512), (512, 128)),
         ((512, 512), (256, 64)),
@@ -35,11 +35,11 @@ def test_a_sample_is_large_enough_and_small_enough(shape):
         ((64, 64), (1, 1)),
     ],
 )
-def test_each_device_samples_its_own_piece(shape, piece):
-    cut = _sample.cut(shape, piece)
-    assert cut.shape == piece
-    assert np.zeros(piece)[slices(cut)].size == cut.size
-    sampled = cut.size * math.prod(shape) // math.prod(piece)
+def test_each_device_samples_its_own_shard(shape, shard):
+    cut = _sample.cut(shape, shard)
+    assert cut.shape == shard
+    assert np.zeros(shard)[slices(cut)].size == cut.size
+    sampled = cut.size * math.prod(shape) // math.prod(shard)
     assert min(math.prod(shape), _sample.SAMPLE_SIZE // 8) <= sampled <= _sample.SAMPLE_SIZE
 
 

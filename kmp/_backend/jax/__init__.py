@@ -12,9 +12,9 @@ from keras import ops
 
 from kmp._backend.base import Backend, OneReplica
 from kmp._backend.jax import targets
-from kmp._backend.jax.pieces import SplitPieces
+from kmp._backend.jax.sharding import MeshSharding
 from kmp._backend.jax.updates import update_by_mask
-from kmp._backend.one_device import WHOLE, Pieces
+from kmp._backend.sharding import UNSHARDED, Sharding
 from kmp._backend.types import Device, Gradient, Tensor, Tree, Variable
 
 _LOOPS = ("fori_loop", "map", "scan", "while_loop")
@@ -48,8 +48,8 @@ class JaxBackend(Backend):
     ) -> Sequence[Tensor]:
         return targets.per_target(function, shapes, *tensors)
 
-    def pieces(self, layouts: Sequence[Any]) -> Pieces:
-        return SplitPieces(layouts) if layouts else WHOLE
+    def sharding(self, layouts: Sequence[Any]) -> Sharding:
+        return MeshSharding(layouts) if layouts else UNSHARDED
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
         # JAX would compile each of its operations.
@@ -213,18 +213,18 @@ class JaxBackend(Backend):
         return [live[id(v)] for v in variables]
 
     def to_host(self, x: Tensor | Variable) -> Any:
-        # Of an array across processes, the pieces that this process holds.
+        # Of an array across processes, the shards that this process holds.
         x = ops.convert_to_tensor(x)
         if x.is_fully_addressable:
             return super().to_host(x)
-        pieces = {_place(shard.index): shard.data for shard in x.addressable_shards}
-        by_place = {place: np.array(piece) for place, piece in pieces.items()}
-        return _Pieces(x.shape, x.sharding, by_place)
+        shards = {_place(shard.index): shard.data for shard in x.addressable_shards}
+        by_place = {place: np.array(shard) for place, shard in shards.items()}
+        return _HostShards(x.shape, x.sharding, by_place)
 
     def from_host(self, variable: Variable, value: Any) -> None:
-        # Pieces are assigned without asking the other processes. A whole array would be compared
+        # Shards are assigned without asking the other processes. A whole array would be compared
         # with theirs, and JAX takes NaN for a difference.
-        if isinstance(value, _Pieces):
+        if isinstance(value, _HostShards):
             shape, sharding, by_place = value
             value = jax.make_array_from_callback(shape, sharding, lambda i: by_place[_place(i)])
         variable.assign(value)
@@ -321,7 +321,7 @@ def _combine(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]
     return tuple(jnp.maximum(x, y) if i == 1 else x + y for i, (x, y) in pairs)
 
 
-class _Pieces(NamedTuple):
+class _HostShards(NamedTuple):
     """What this process holds of an array that lies across processes, by place in the whole."""
 
     shape: tuple[int, ...]

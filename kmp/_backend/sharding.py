@@ -1,4 +1,4 @@
-"""What a device holds of each variable: all of it, or as `jax/pieces.py` says."""
+"""What a device holds of each variable: all of it, or as `jax/sharding.py` says."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,27 +6,27 @@ from typing import Any
 from kmp._backend.types import Tensor
 
 
-class Pieces:
+class Sharding:
     """What a device holds of each variable: the whole. `keras.distribution` splits some on JAX.
 
     Variables are named by their place among those that the optimizer was built with.
     """
 
     APART = "apart"  # what the devices have returned `apart`
-    number = 1  # how many devices hold pieces
+    num_devices = 1  # how many hold shards
 
-    def shape(self, place: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the piece on one device of a variable of this shape."""
+    def shard_shape(self, place: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the shard on one device of a variable of this shape."""
         return tuple(shape)
 
-    def laid_out(self, place: int, x: Tensor) -> Tensor:
+    def constrain(self, place: int, x: Tensor) -> Tensor:
         """A tensor of a variable's shape, lying on the devices as the variable does."""
         return x
 
     def each(
         self, function: Callable[..., Any], of: Sequence[int | str | None], apart: bool = False
     ) -> Callable[..., Any]:
-        """A function for `per_target` that each device calls with the pieces that it holds.
+        """A function for `per_target` that each device calls with the shards that it holds.
 
         Args:
             function: what each device calls.
@@ -37,17 +37,17 @@ class Pieces:
         """
         return function
 
-    def eagerly(self) -> "Pieces":
-        """Of whole variables: an eager step would trace each time what it does with pieces."""
+    def eagerly(self) -> "Sharding":
+        """Of whole variables: an eager step would trace each time what it does with shards."""
         return self
 
-    def everywhere(self, x: Tensor) -> Tensor:
-        """A tensor that is whole on every device, also where an eager step has it in pieces."""
+    def replicate(self, x: Tensor) -> Tensor:
+        """A tensor that is whole on every device, also where an eager step has it in shards."""
         return x
 
     def reduced(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum and maximum over the pieces, of `[num_variables, ...]`. Inside `each`."""
+        """Sum and maximum over the shards, of `[num_variables, ...]`. Inside `each`."""
         return table, table
 
 
-WHOLE = Pieces()
+UNSHARDED = Sharding()

@@ -1,4 +1,4 @@
-"""Variables that are split over devices: each device measures the pieces that it holds.
+"""Variables that are split over devices: each device measures the shards that it holds.
 
 What all of them found is then added up. Left to itself, XLA brings together what the devices found
 of one variable, variable by variable, and moves samples between devices to line them up.
@@ -12,24 +12,24 @@ import numpy as np
 from jax import numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kmp._backend.one_device import Pieces
+from kmp._backend.sharding import Sharding
 from kmp._backend.types import Tensor
 
 
-class SplitPieces(Pieces):
+class MeshSharding(Sharding):
     """Of variables that lie on a mesh of devices by these layouts, one for each."""
 
     def __init__(self, layouts: Sequence[NamedSharding]):
         self._layouts = layouts
         self._mesh = layouts[0].mesh
-        self.number = self._mesh.size
+        self.num_devices = self._mesh.size
         axes = self._mesh.axis_names
         self._is_split = np.array([[axis in _axes_of(x) for axis in axes] for x in layouts])
 
-    def shape(self, place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    def shard_shape(self, place: int, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._layouts[place].shard_shape(tuple(shape)))
 
-    def laid_out(self, place: int, x: Tensor) -> Tensor:
+    def constrain(self, place: int, x: Tensor) -> Tensor:
         return jax.lax.with_sharding_constraint(x, self._layouts[place])
 
     def each(
@@ -58,11 +58,11 @@ class SplitPieces(Pieces):
 
         return run
 
-    def eagerly(self) -> Pieces:
-        return _EagerPieces(self._mesh)
+    def eagerly(self) -> Sharding:
+        return _EagerSharding(self._mesh)
 
     def reduced(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        # Of the same piece on several devices one counts: where the other axes of the mesh begin.
+        # Of the same shard on several devices one counts: where the other axes of the mesh begin.
         axes = self._mesh.axis_names
         first = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in axes])
         counts = jnp.all(self._is_split | first, axis=1)
@@ -71,11 +71,11 @@ class SplitPieces(Pieces):
         return sums, jax.lax.pmax(table, axes)
 
 
-class _EagerPieces(Pieces):
+class _EagerSharding(Sharding):
     def __init__(self, mesh: Any):
         self._everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def everywhere(self, x: Tensor) -> Tensor:
+    def replicate(self, x: Tensor) -> Tensor:
         return jax.device_put(x, self._everywhere)
 
 
