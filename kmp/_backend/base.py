@@ -133,7 +133,7 @@ class Backend(abc.ABC):
     # ---- The step ------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def flags(
+    def read_flags(
         self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """Turn counts into the flags that the rest of the step acts on.
@@ -148,7 +148,7 @@ class Backend(abc.ABC):
             are NumPy values, read in one transfer, to branch on; inside a trace, tensors.
         """
 
-    def after(self, finite: Tensor, sample: Tensor) -> Tensor:
+    def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
         """`finite`, with a dependency on `sample`, so that XLA samples before it updates."""
         # Things happen in the order of the calls.
         return finite
@@ -167,14 +167,15 @@ class Backend(abc.ABC):
         Args:
             step: takes how its parts run (`OneReplica`), the gradients and the variables.
             gradients, variables: of the scaled loss of this replica, one for each variable.
-            inner, loss_nonfinite: the optimizer that updates them; what `note_loss` was given.
+            inner: the optimizer that updates them.
+            loss_nonfinite: the variable that `record_loss_finite` was given.
 
         Raises:
             ValueError: on TensorFlow, in the cross-replica context of a strategy.
         """
 
     @abc.abstractmethod
-    def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
+    def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         """Record whether a loss is finite, with replicas that of each. Does nothing on JAX."""
 
     # ---- A step that may be skipped: branch, mask or restore -------------------------------------
@@ -228,7 +229,7 @@ class Backend(abc.ABC):
 
     # The class of what stands in the place of a `keras.Variable` in an optimizer.
     BaseView: Any = keras.Variable
-    # Whether `note_loss` knows of a loss that is not finite before the step.
+    # Whether `record_loss_finite` knows of a loss that is not finite before the step.
     SEES_LOSS: bool = True
     # What a train function raises when the data ends.
     END_OF_DATA: tuple[type[Exception], ...] = (StopIteration,)
@@ -442,7 +443,7 @@ class OneReplica:
         return gradients
 
     def loss_nonfinite(self, variable: Variable) -> Tensor:
-        """float32[], above 0 if the loss is known not to be finite, as `note_loss` has noted."""
+        """float32[], above 0 if `record_loss_finite` was given a loss that is not finite."""
         return ops.convert_to_tensor(variable)
 
     def update_if(

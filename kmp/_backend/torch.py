@@ -87,7 +87,7 @@ class TorchBackend(Backend):
         pairs = enumerate(columns)
         return tuple(x.amax(axes) if i == 1 else x.sum(axes, dtype=x.dtype) for i, x in pairs)
 
-    def flags(
+    def read_flags(
         self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         # All that they are made of comes to the host in one go, the one synchronisation of the
@@ -133,9 +133,9 @@ class TorchBackend(Backend):
     ) -> Tensor:
         if torch.compiler.is_compiling():
             return torch.where(pred, then(), otherwise())
-        return then() if bool(pred) else otherwise()  # `flags` has brought `pred` to the host
+        return then() if bool(pred) else otherwise()  # `read_flags` has brought `pred` to the host
 
-    def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
+    def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         with torch.no_grad():
             variable.assign(variable.value.masked_fill(~is_finite(), 1.0))
 

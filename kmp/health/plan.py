@@ -181,7 +181,7 @@ def look(
     blamed = measure.blame(nonfinite) if gradients.divide else None
     (number,) = blamed[:1] if blamed else backend.reduce_columns((nonfinite,), (0,))
     sampling = (due.sampling,) if due else ()
-    finite, loss_finite, read = backend.flags(number, loss_nonfinite, *numbers, *sampling)
+    finite, loss_finite, read = backend.read_flags(number, loss_nonfinite, *numbers, *sampling)
     numbers = read[: len(numbers)]
     on_host, largest = isinstance(finite, np.bool_), None
     if plan.max_abs:
@@ -285,7 +285,8 @@ def take_sample(
     shapes = [(number * plan.sharding.num_devices,)]
     (before,) = plan.per_target(sample, shapes, of, tensors, apart=True)
     # Otherwise XLA may update the weights first, and keep a copy of all of them for the sample.
-    finite, order = backend.after(seen.finite, before), details.layout(parts, len(plan.shapes))
+    finite = backend.order_after(seen.finite, before)
+    order = details.layout(parts, len(plan.shapes))
     return seen._replace(finite=finite, sample=before, order=order)
 
 

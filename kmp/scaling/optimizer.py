@@ -180,7 +180,7 @@ class LossScaleOptimizer(WrapsInner):
         if not self.built:
             return self.loss_scale.scale(loss, self.loss_scale.init())
         counters = self.scaled_step.counters
-        backend.note_loss(counters.loss_nonfinite, functools.partial(all_finite, loss))
+        backend.record_loss_finite(counters.loss_nonfinite, functools.partial(all_finite, loss))
         return self.loss_scale.scale(loss, counters.state)
 
     def apply(

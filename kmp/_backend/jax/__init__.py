@@ -80,7 +80,7 @@ class JaxBackend(Backend):
         zeros = tuple(jnp.zeros((), x.dtype) for x in columns)
         return tuple(jax.lax.reduce(columns, zeros, _combine, axes))
 
-    def flags(
+    def read_flags(
         self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         # The barrier keeps XLA from copying the reductions of all gradients into each masked
@@ -94,7 +94,7 @@ class JaxBackend(Backend):
             return number == 0, loss_nonfinite == 0, others
         return jax.lax.optimization_barrier(number) == 0, loss_nonfinite == 0, others
 
-    def after(self, finite: Tensor, sample: Tensor) -> Tensor:
+    def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
         # By a dot product, which XLA's CPU compiler copies into no update.
         if self.is_concrete(finite):
             return finite
@@ -128,7 +128,7 @@ class JaxBackend(Backend):
             return super().branch(pred, then, otherwise)
         return jax.lax.cond(pred, then, otherwise)
 
-    def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
+    def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         # The loss is scaled inside the differentiated function, which is pure.
         return
 

@@ -139,7 +139,7 @@ class TensorFlowBackend(Backend):
         replica = tf.distribute.get_replica_context()
         return x if replica is None else replica.all_reduce(tf.distribute.ReduceOp.SUM, x)
 
-    def flags(
+    def read_flags(
         self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         # XLA would copy the reductions of all gradients into each of the selected updates. It does
@@ -148,7 +148,7 @@ class TensorFlowBackend(Backend):
             (number,) = gen_xla_ops.xla_optimization_barrier([number])
         return number == 0, loss_nonfinite == 0, others
 
-    def after(self, finite: Tensor, sample: Tensor) -> Tensor:
+    def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
         if not self.inside_xla():
             return finite
         return tf.logical_and(finite, tf.logical_not(tf.tensordot(sample, sample, 1) < 0))
@@ -187,10 +187,10 @@ class TensorFlowBackend(Backend):
     ) -> Tensor:
         return tf.cond(pred, then, otherwise)
 
-    def note_loss(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
+    def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         nonfinite = tf.cast(tf.logical_not(is_finite()), "float32")
         if tf.distribute.has_strategy():
-            return distribute.note_loss_of_replica(variable, nonfinite)
+            return distribute.record_loss_of_replica(variable, nonfinite)
         variable.assign(tf.maximum(variable.value, nonfinite))
 
     def around_train_step(

@@ -24,7 +24,7 @@ _replicas_within: collections.Counter[int] = collections.Counter()  # by the opt
 _noted = threading.local()  # of this replica, whose thread it is, by the ids of variables
 
 
-def note_loss_of_replica(variable: Variable, nonfinite: Tensor) -> None:
+def record_loss_of_replica(variable: Variable, nonfinite: Tensor) -> None:
     """Keep whether a loss of this replica is not finite; its step sums that over the replicas."""
     before = _taken(variable)
     both = nonfinite if before is None else tf.maximum(before, nonfinite)
