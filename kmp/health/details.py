@@ -14,7 +14,7 @@ from keras import ops
 
 from kmp._backend import UNSHARDED, Sharding, backend
 from kmp._backend.types import Gradient, Tensor
-from kmp.health.measure import SMALL, Part
+from kmp.health.measure import SMALL, GradientGroup
 
 SAMPLE_SIZE = SMALL  # the most values sampled from a variable; 0.1% of them is four
 LOWEST, HIGHEST = -28, 16  # exponents of the outermost bins, which also count those beyond
@@ -68,14 +68,14 @@ def cut(shape: Sequence[int], shard: Sequence[int] | None = None) -> Cut:
     return found
 
 
-def layout(parts: Sequence[Part], number: int) -> list[int]:
-    """The order of the variables in a sample: those in `parts`, then the rest of `number`."""
-    order = [i for part in parts for i in part.members]
+def layout(groups: Sequence[GradientGroup], number: int) -> list[int]:
+    """The order of the variables in a sample: those in `groups`, then the rest of `number`."""
+    order = [i for group in groups for i in group.members]
     return order + sorted(set(range(number)) - set(order))
 
 
 def sample(
-    parts: Sequence[Part],
+    groups: Sequence[GradientGroup],
     weights: Sequence[Tensor],
     cuts: Sequence[Cut],
     target: str = "host",
@@ -88,13 +88,13 @@ def sample(
         the same order. For a variable without a gradient, the former are zeros.
     """
     samples = []
-    for part in parts:
-        if part.stacked:
-            samples.append(ops.reshape(part.values, (-1,)))
+    for group in groups:
+        if group.stacked:
+            samples.append(ops.reshape(group.values, (-1,)))
         else:
-            samples.append(_sampled(part.values, cuts[part.members[0]], target, sharding))
-    order = layout(parts, len(weights))
-    absent = order[sum(len(part.members) for part in parts) :]
+            samples.append(_sampled(group.values, cuts[group.members[0]], target, sharding))
+    order = layout(groups, len(weights))
+    absent = order[sum(len(group.members) for group in groups) :]
     samples += [ops.zeros((cuts[i].size,), "float32") for i in absent]
     before = sample_weights(weights, cuts, order, target, sharding)
     return ops.concatenate([_together(samples), before])

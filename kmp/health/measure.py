@@ -29,50 +29,50 @@ SMALL = 4096  # gradients of at most this many values are stacked with others of
 _OPERANDS = 64  # the most that are stacked; XLA fuses no more than about 90 into one kernel
 
 
-class Part(NamedTuple):
+class GradientGroup(NamedTuple):
     """A stack of small gradients of one size, or a single gradient."""
 
     values: Gradient  # `[num_members, size]` if stacked; else the gradient itself
     members: tuple[int, ...]  # the indices of the variables that the gradients belong to
     stacked: bool
-    kind: Hashable = None  # their entry in the `kinds` of `gather`
+    spec: Hashable = None  # their entry in the `specs` of `group_gradients`
     is_dense: bool = True  # whether `values` is a tensor rather than `tf.IndexedSlices`
 
 
-def _values_of(part: Part) -> Tensor:
-    """The values of a part; rows of a sparse gradient with the same index are summed."""
-    return part.values if part.is_dense else backend.gradient_rows(part.values)
+def _values_of(group: GradientGroup) -> Tensor:
+    """The values of a group; rows of a sparse gradient with the same index are summed."""
+    return group.values if group.is_dense else backend.gradient_rows(group.values)
 
 
-def gather(
+def group_gradients(
     gradients: Sequence[Gradient],
     sizes: Sequence[int],
-    kinds: Sequence[Hashable] = (),
+    specs: Sequence[Hashable] = (),
     alone: Sequence[bool] = (),
-) -> list[Part]:
-    """Stack small gradients of the same size, dtype and kind; leave the others as they are.
+) -> list[GradientGroup]:
+    """Stack small gradients of the same size, dtype and spec; leave the others as they are.
 
     Each argument has an entry for each variable: its gradient or None, its number of elements, its
-    kind, and whether its gradient must not be stacked. The stacks come first, then the single
+    spec, and whether its gradient must not be stacked. The stacks come first, then the single
     gradients in the order of the variables.
     """
     small: dict[Any, list[int]] = {}
-    parts, large = [], []
-    kinds, alone = kinds or [None] * len(sizes), alone or [False] * len(sizes)
+    groups, large = [], []
+    specs, alone = specs or [None] * len(sizes), alone or [False] * len(sizes)
     dense = backend.are_dense(gradients)
-    for i, (x, size, kind) in enumerate(zip(gradients, sizes, kinds, strict=True)):
+    for i, (x, size, spec) in enumerate(zip(gradients, sizes, specs, strict=True)):
         if x is None or size == 0:
             continue
         # A sparse gradient's number of rows is only known at run time.
         if size <= SMALL and not alone[i] and dense[i]:
-            small.setdefault((size, str(x.dtype), kind), []).append(i)
+            small.setdefault((size, str(x.dtype), spec), []).append(i)
         else:
-            large.append(Part(x, (i,), False, kind, dense[i]))
-    for (size, _, kind), everyone in small.items():
+            large.append(GradientGroup(x, (i,), False, spec, dense[i]))
+    for (size, _, spec), everyone in small.items():
         for members in _chunks(everyone):
             rows = _as_rows(size, [gradients[i] for i in members])
-            parts.append(Part(rows, tuple(members), True, kind))
-    return parts + large
+            groups.append(GradientGroup(rows, tuple(members), True, spec))
+    return groups + large
 
 
 def _chunks(items: list[T]) -> list[list[T]]:
@@ -86,10 +86,10 @@ def _as_rows(size: int, tensors: Sequence[Tensor]) -> Tensor:
     return ops.stack([x if x.shape == (size,) else ops.reshape(x, (size,)) for x in tensors])
 
 
-def _reduce_parts(
+def _reduce_groups(
     look: Callable[[Tensor], Columns],
     join: Callable[[Columns], Tensor],
-    parts: Sequence[Part],
+    groups: Sequence[GradientGroup],
     number: int,
     together: bool,
 ) -> Tensor:
@@ -98,17 +98,17 @@ def _reduce_parts(
     Args:
         look: maps a tensor to columns of the same shape; must map 0 to 0 (padding).
         join: maps the reduced columns, `[n]` each, to rows, `[n, ...]`.
-        parts: from `gather`.
+        groups: from `group_gradients`.
         number: the number of variables.
         together: whether to stack large gradients of one shape too.
     """
-    groups: dict[Any, list[Part]] = {}
-    for part in parts:
-        groups.setdefault(_group(part, together), []).append(part)
+    batches: dict[Any, list[GradientGroup]] = {}
+    for group in groups:
+        batches.setdefault(_batch_key(group, together), []).append(group)
     found, order = [], []
-    for (kind, *_), everyone in groups.items():
+    for (kind, *_), everyone in batches.items():
         for some in _chunks(everyone):
-            order += [i for part in some for i in part.members]
+            order += [i for group in some for i in group.members]
             found.append(_reduced(kind, look, some))
     if not found:
         found.append(look(ops.zeros((1,))))
@@ -133,24 +133,26 @@ def _in_rows(found: Tensor, order: Sequence[int], number: int) -> Tensor:
     return ops.take(found, ops.convert_to_tensor(places, "int32"), axis=0)
 
 
-def _group(part: Part, together: bool) -> tuple:
-    """The key of the parts that are reduced together with this one."""
-    if part.stacked and not together:
-        return ("rows", str(part.values.dtype), part.values.shape[1])
-    if part.stacked or not together or not part.is_dense:
-        return ("alone", part.members)
-    shape, dtype = tuple(part.values.shape), str(part.values.dtype)
+def _batch_key(group: GradientGroup, together: bool) -> tuple:
+    """The key of the groups that are reduced together with this one."""
+    if group.stacked and not together:
+        return ("rows", str(group.values.dtype), group.values.shape[1])
+    if group.stacked or not together or not group.is_dense:
+        return ("alone", group.members)
+    shape, dtype = tuple(group.values.shape), str(group.values.dtype)
     # XLA lays out gradients of convolutions in its own way, which a stack would have to undo.
     return ("channels", dtype, shape[-1]) if len(shape) > 3 else ("shaped", dtype, shape)
 
 
-def _reduced(kind: str, look: Callable[[Tensor], Columns], parts: Sequence[Part]) -> Columns:
-    """The columns of parts that are reduced together: one value for each gradient."""
-    values = [_values_of(part) for part in parts]
+def _reduced(
+    kind: str, look: Callable[[Tensor], Columns], groups: Sequence[GradientGroup]
+) -> Columns:
+    """The columns of groups that are reduced together: one value for each gradient."""
+    values = [_values_of(group) for group in groups]
     if kind == "channels":
         vectors = [backend.reduce_columns(look(x), tuple(range(len(x.shape) - 1))) for x in values]
         return backend.reduce_columns(tuple(ops.stack(x) for x in zip(*vectors, strict=True)), (1,))
-    if not parts[0].stacked:
+    if not groups[0].stacked:
         stacked = ops.stack(values)
     else:
         stacked = ops.concatenate(values) if len(values) > 1 else values[0]
@@ -164,7 +166,7 @@ def _reduced_rows(look: Callable[[Tensor], Columns], stacked: Tensor) -> Columns
 
 
 def measure(
-    parts: Sequence[Part],
+    groups: Sequence[GradientGroup],
     sizes: Sequence[int],
     *,
     together: bool = False,
@@ -172,16 +174,16 @@ def measure(
 ) -> Tensor:
     """float32[num_variables, 4]: `LEVELS` of true gradients; zeros where there is no gradient.
 
-    A variable has `sizes` elements, of which a sparse gradient, or a shard, holds only a part.
+    A variable has `sizes` elements, of which a sparse gradient, or a shard, holds only some.
 
     Example:
 
-    >>> parts = gather([ops.array([3.0, 0.0, -4.0, 0.0])], [4])
-    >>> [float(x) for x in measure(parts, [4])[0]]
+    >>> groups = group_gradients([ops.array([3.0, 0.0, -4.0, 0.0])], [4])
+    >>> [float(x) for x in measure(groups, [4])[0]]
     [5.0, 4.0, 0.5, 0.0]
     """
-    table = _reduce_parts(_look_at_levels, _table, parts, len(sizes), together)
-    present = {i for part in parts for i in part.members}
+    table = _reduce_groups(_look_at_levels, _table, groups, len(sizes), together)
+    present = {i for group in groups for i in group.members}
     whole = np.array([n if i in present else 0 for i, n in enumerate(sizes)], "float32")
     return _levels(*sharding.reduced(table), backend.constant(whole))
 
@@ -216,18 +218,24 @@ def _look_at_levels(values: Tensor) -> Columns:
 
 
 def find_nonfinite(
-    parts: Sequence[Part], number: int, *, together: bool = False, sharding: Sharding = UNSHARDED
+    groups: Sequence[GradientGroup],
+    number: int,
+    *,
+    together: bool = False,
+    sharding: Sharding = UNSHARDED,
 ) -> Tensor:
     """float32[number]: above 0 for gradients with inf or NaN, 0 for sound or missing ones."""
-    if not parts:
+    if not groups:
         return ops.zeros((number,), "float32")
     if not backend.inside_xla():
-        order = [i for part in parts for i in part.members]
-        rows = (ops.unstack(part.values) if part.stacked else [_values_of(part)] for part in parts)
+        order = [i for group in groups for i in group.members]
+        rows = (
+            ops.unstack(group.values) if group.stacked else [_values_of(group)] for group in groups
+        )
         values = list(itertools.chain.from_iterable(rows))
         return _in_rows(ops.cast(~backend.are_finite(values), "float32"), order, number)
-    find = functools.partial(_reduce_parts, _look_for_nonfinite, lambda found: ops.maximum(*found))
-    found = find(parts, number, together)
+    find = functools.partial(_reduce_groups, _look_for_nonfinite, lambda found: ops.maximum(*found))
+    found = find(groups, number, together)
     return sharding.reduced(ops.cast(found, "float32"))[1]
 
 

@@ -17,7 +17,7 @@ from keras import ops
 from kmp._backend import Sharding, backend
 from kmp._backend.types import Gradient, Tensor
 from kmp.health import details, measure
-from kmp.health.measure import LEVELS, Part, gather
+from kmp.health.measure import LEVELS, GradientGroup, group_gradients
 
 
 class _Way(NamedTuple):
@@ -40,12 +40,12 @@ _WAYS = {
 }
 
 
-class Kind(NamedTuple):
+class GradientSpec(NamedTuple):
     """How the gradient of a variable is unscaled."""
 
     dtype: str | None = None  # what it is cast to afterwards, if anything
     # Whether the "gradient" is the variable's next value (float8 scales) and must not be divided.
-    overwrites: bool = False
+    is_next_value: bool = False
 
 
 class Due(NamedTuple):
@@ -80,7 +80,7 @@ class MeasurePlan:
     """What to measure of the gradients of an optimizer's variables."""
 
     shapes: tuple[tuple[int, ...], ...]  # of each variable
-    kinds: tuple[Kind, ...]  # of each variable. Only gradients of one kind are stacked
+    specs: tuple[GradientSpec, ...]  # of each variable. Only gradients of one spec are stacked
     sharding: Sharding  # how the variables lie on the devices
     levels: bool  # whether the levels of all gradients are measured
     max_abs: bool  # whether the loss-scaling rule needs the largest gradient of every step
@@ -101,9 +101,9 @@ class MeasurePlan:
         object.__setattr__(self, "split", split)
         object.__setattr__(self, "cuts", tuple(map(details.cut, self.shapes, shards)))
 
-    def gather(self, gradients: Sequence[Gradient]) -> list[Part]:
+    def group_gradients(self, gradients: Sequence[Gradient]) -> list[GradientGroup]:
         """Stack the small gradients, of one a variable or None, that can be measured together."""
-        return gather(gradients, self.sizes, self.kinds, self.split)
+        return group_gradients(gradients, self.sizes, self.specs, self.split)
 
     def per_target(
         self,
@@ -120,43 +120,43 @@ class MeasurePlan:
 
     def of_gradients(self, table: Tensor) -> Tensor:
         """Return `[num_variables, ...]` with zeros in the rows of values that are not gradients."""
-        overwrites = [kind.overwrites for kind in self.kinds]
-        if not any(overwrites):
+        is_next_value = [spec.is_next_value for spec in self.specs]
+        if not any(is_next_value):
             return table
-        return ops.where(ops.convert_to_tensor(overwrites)[:, None], 0.0, table)
+        return ops.where(ops.convert_to_tensor(is_next_value)[:, None], 0.0, table)
 
-    def is_checked_with_levels(self, part: Part, way: _Way) -> bool:
-        """Tell whether every step measures the levels of a part."""
+    def is_checked_with_levels(self, group: GradientGroup, way: _Way) -> bool:
+        """Tell whether every step measures the levels of a group."""
         small, large = way.with_the_check
-        return self.max_abs or (self.levels and (small if part.stacked else large))
+        return self.max_abs or (self.levels and (small if group.stacked else large))
 
 
 class Gradients(NamedTuple):
     """The gradients of a step; if not divided yet, with the loss scale and how to divide by it."""
 
-    parts: Sequence[Part]  # from `plan.gather`
+    groups: Sequence[GradientGroup]  # from `plan.group_gradients`
     scale: Sequence[Tensor] = ()
-    divide: Callable[[Sequence[Part], Sequence[Tensor]], list[Part]] | None = None
+    divide: Callable[[Sequence[GradientGroup], Sequence[Tensor]], list[GradientGroup]] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """What a program for one target takes, to be put back by `filled`."""
-        return [*self.scale, *(part.values for part in self.parts)]
+        return [*self.scale, *(group.values for group in self.groups)]
 
     @property
     def of(self) -> list[int | None]:
         """For each tensor, the variable whose sharding it has, or None; see `Sharding.each`."""
-        return [None] * len(self.scale) + _variables_of(self.parts)
+        return [None] * len(self.scale) + _variables_of(self.groups)
 
     def filled(self, tensors: Sequence[Tensor]) -> "Gradients":
         """The same with these tensors."""
         number = len(self.scale)
-        parts = refilled(self.parts, tensors[number:])
-        return self._replace(parts=parts, scale=tensors[:number])
+        groups = refilled(self.groups, tensors[number:])
+        return self._replace(groups=groups, scale=tensors[:number])
 
-    def true(self) -> Sequence[Part]:
+    def true(self) -> Sequence[GradientGroup]:
         """The gradients after the division by the loss scale."""
-        return self.divide(self.parts, self.scale) if self.divide else self.parts
+        return self.divide(self.groups, self.scale) if self.divide else self.groups
 
 
 def look(
@@ -204,8 +204,8 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
     def check(target: str, *tensors: Any) -> Sequence[Tensor]:
         way = _WAYS[target]
         true = gradients.filled(tensors).true()
-        always = [part for part in true if plan.is_checked_with_levels(part, way)]
-        others = [part for part in true if not plan.is_checked_with_levels(part, way)]
+        always = [group for group in true if plan.is_checked_with_levels(group, way)]
+        others = [group for group in true if not plan.is_checked_with_levels(group, way)]
         find = functools.partial(
             measure.find_nonfinite, others, number, together=way.together, sharding=plan.sharding
         )
@@ -227,13 +227,13 @@ def _complete(
     def complete(target: str, due: Any, levels: Any, health: Any, *tensors: Any) -> list[Tensor]:
         way = _WAYS[target]
         given = gradients.filled(tensors)
-        others = [part for part in given.parts if not plan.is_checked_with_levels(part, way)]
+        others = [group for group in given.groups if not plan.is_checked_with_levels(group, way)]
 
         def all_levels() -> Tensor:
             if not others:
                 return plan.of_gradients(levels)
             # Divide inside the branch: outside, every step would write the quotients to memory.
-            true = given._replace(parts=others).true()
+            true = given._replace(groups=others).true()
             return plan.of_gradients(levels + _levels(plan, true, target))
 
         previous = health[:, : len(LEVELS)]
@@ -246,17 +246,17 @@ def _complete(
     return plan.per_target(complete, shapes, [None, None, None, *gradients.of], tensors)[0]
 
 
-def _levels(plan: MeasurePlan, parts: Sequence[Part], target: str) -> Tensor:
-    if target == "host" and not any(part.stacked for part in parts):
+def _levels(plan: MeasurePlan, groups: Sequence[GradientGroup], target: str) -> Tensor:
+    if target == "host" and not any(group.stacked for group in groups):
         # Outside XLA stacks take time, and are made only in the steps that need them.
-        gradients = {part.members[0]: part.values for part in parts}
-        parts = plan.gather([gradients.get(i) for i in range(len(plan.sizes))])
+        gradients = {group.members[0]: group.values for group in groups}
+        groups = plan.group_gradients([gradients.get(i) for i in range(len(plan.sizes))])
     together = _WAYS[target].together
-    return measure.measure(parts, plan.sizes, together=together, sharding=plan.sharding)
+    return measure.measure(groups, plan.sizes, together=together, sharding=plan.sharding)
 
 
 def take_sample(
-    plan: MeasurePlan, seen: Look, parts: Sequence[Part], weights: Sequence[Tensor]
+    plan: MeasurePlan, seen: Look, groups: Sequence[GradientGroup], weights: Sequence[Tensor]
 ) -> Look:
     """`seen` with a sample of the scaled gradients and of the weights; zeros if it is not due.
 
@@ -265,36 +265,36 @@ def take_sample(
     Args:
         plan: the optimizer's plan.
         seen: what `look` returned, including what is due.
-        parts: the scaled gradients, from `plan.gather`.
+        groups: the scaled gradients, from `plan.group_gradients`.
         weights: the value of each variable before the update.
     """
     cuts = plan.cuts
     number = 2 * sum(each.size for each in cuts)  # of gradients, and of weights
 
     def sample(target: str, due: Any, *tensors: Any) -> list[Tensor]:
-        gradients = refilled(parts, tensors[: len(parts)])
-        weights = tensors[len(parts) :]
+        gradients = refilled(groups, tensors[: len(groups)])
+        weights = tensors[len(groups) :]
         zeros = ops.zeros((number,), "float32")
         take = functools.partial(details.sample, gradients, weights, cuts, target, plan.sharding)
         if _WAYS[target].branches:
             return [backend.branch(due, take, lambda: zeros)]
         return [ops.where(due, take(), zeros)]
 
-    tensors = [seen.due_details, *(part.values for part in parts), *weights]
-    of = [None, *_variables_of(parts), *range(len(weights))]
+    tensors = [seen.due_details, *(group.values for group in groups), *weights]
+    of = [None, *_variables_of(groups), *range(len(weights))]
     shapes = [(number * plan.sharding.num_devices,)]
     (before,) = plan.per_target(sample, shapes, of, tensors, apart=True)
     # Otherwise XLA may update the weights first, and keep a copy of all of them for the sample.
     finite = backend.order_after(seen.finite, before)
-    order = details.layout(parts, len(plan.shapes))
+    order = details.layout(groups, len(plan.shapes))
     return seen._replace(finite=finite, sample=before, order=order)
 
 
-def _variables_of(parts: Sequence[Part]) -> list[int | None]:
-    """The variable of each part; None for stacks, which are whole on every device."""
-    return [None if part.stacked else part.members[0] for part in parts]
+def _variables_of(groups: Sequence[GradientGroup]) -> list[int | None]:
+    """The variable of each group; None for stacks, which are whole on every device."""
+    return [None if group.stacked else group.members[0] for group in groups]
 
 
-def refilled(parts: Sequence[Part], values: Sequence[Any]) -> list[Part]:
-    """The parts with these values."""
-    return [Part(x, *part[1:]) for part, x in zip(parts, values, strict=True)]
+def refilled(groups: Sequence[GradientGroup], values: Sequence[Any]) -> list[GradientGroup]:
+    """The groups with these values."""
+    return [GradientGroup(x, *group[1:]) for group, x in zip(groups, values, strict=True)]

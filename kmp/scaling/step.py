@@ -15,8 +15,8 @@ from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._keras.optimizer import layouts_of
 from kmp.half_memory import gradient_dtypes
-from kmp.health.measure import Part
-from kmp.health.plan import Gradients, Kind, Look, MeasurePlan, look, refilled, take_sample
+from kmp.health.measure import GradientGroup
+from kmp.health.plan import Gradients, GradientSpec, Look, MeasurePlan, look, refilled, take_sample
 from kmp.health.telemetry import Telemetry
 from kmp.precision.trees import cast_floats
 from kmp.scaling.inner import DroppedWindow
@@ -77,13 +77,13 @@ class ScaledStep:
             scaled: gradients of the scaled loss, already summed over the replicas.
             variables: one for each of them.
         """
-        kinds = [self.plan.kinds[place] for place in places]
+        specs = [self.plan.specs[place] for place in places]
         if any(self.plan.split):
             pairs = zip(places, scaled, strict=True)
             scaled = [x if x is None else self.plan.sharding.constrain(i, x) for i, x in pairs]
 
         def divide(scaled: list[Gradient]) -> list[Gradient]:  # each replica reads its own scale
-            return _unscaled(rule, scaled, kinds, self.counters.state)
+            return _unscaled(rule, scaled, specs, self.counters.state)
 
         true = replicas.on_each(divide, scaled)
         before = self.counters.state
@@ -92,19 +92,19 @@ class ScaledStep:
         traced = in_xla and not backend.is_concrete(before.scale)
         plan = self.plan if traced else self.plan.eagerly
 
-        def parts(gradients: list[Gradient]) -> list[Part]:
-            return self._parts(plan, replicas.local(gradients), places, in_xla)
+        def groups(gradients: list[Gradient]) -> list[GradientGroup]:
+            return self._groups(plan, replicas.local(gradients), places, in_xla)
 
         if traced:
             # Divide twice, here and in the update: XLA fuses both, and writes no true gradients.
-            gradients = Gradients(parts(scaled), before, functools.partial(_divided_parts, rule))
+            gradients = Gradients(groups(scaled), before, functools.partial(_divided_groups, rule))
         else:
-            gradients = Gradients(parts(true))
+            gradients = Gradients(groups(true))
         due = self.telemetry.at_start() if self.telemetry else None
         loss_nonfinite = replicas.loss_nonfinite(self.counters.loss_nonfinite)
         seen = look(plan, gradients, loss_nonfinite, [step, *before], due)
         if self.telemetry and measures_details and (not seen.on_host or seen.due_details):
-            seen = take_sample(plan, seen, parts(scaled), self._weights())
+            seen = take_sample(plan, seen, groups(scaled), self._weights())
         applies = seen.finite
         if self.window is not None:
             applies = ops.logical_and(seen.finite, self.window.admits())
@@ -123,18 +123,18 @@ class ScaledStep:
         if self.telemetry is not None:
             self.telemetry.mark_loss(nonfinite)
 
-    def _parts(
+    def _groups(
         self, plan: MeasurePlan, gradients: list[Gradient], places: Sequence[int], in_xla: bool
-    ) -> list[Part]:
+    ) -> list[GradientGroup]:
         """Gradients that hold numbers; small ones stacked inside XLA, which writes no stack."""
         rows: list[Gradient] = [None] * len(self.variables)
         for gradient, place in zip(gradients, places, strict=True):
             rows[place] = gradient
         if in_xla:
-            return plan.gather(rows)
+            return plan.group_gradients(rows)
         dense, sizes = backend.are_dense(rows), plan.sizes
         held = ((i, x) for i, x in enumerate(rows) if x is not None and sizes[i])
-        return [Part(x, (i,), False, is_dense=dense[i]) for i, x in held]
+        return [GradientGroup(x, (i,), False, is_dense=dense[i]) for i, x in held]
 
     def _record(
         self, plan: MeasurePlan, rule: LossScale, seen: Look, applied: Tensor, knows_loss: bool
@@ -196,24 +196,26 @@ def _kept_if(nonfinite: Tensor, before: ScaleState, after: ScaleState) -> ScaleS
 
 
 def _unscaled(
-    rule: LossScale, scaled: list[Gradient], kinds: Sequence[Kind], state: ScaleState
+    rule: LossScale, scaled: list[Gradient], specs: Sequence[GradientSpec], state: ScaleState
 ) -> list[Gradient]:
     """The true gradients: divided by the scale that the loss was multiplied by."""
 
-    def true(scaled: Gradient, divided: Gradient, kind: Kind) -> Gradient:
-        if kind.overwrites:
+    def true(scaled: Gradient, divided: Gradient, spec: GradientSpec) -> Gradient:
+        if spec.is_next_value:
             return scaled
-        if kind.dtype is None:
+        if spec.dtype is None:
             return divided
-        return cast_floats(divided, kind.dtype)
+        return cast_floats(divided, spec.dtype)
 
-    return list(map(true, scaled, rule.unscale(scaled, state), kinds))
+    return list(map(true, scaled, rule.unscale(scaled, state), specs))
 
 
-def _divided_parts(rule: LossScale, parts: Sequence[Part], scale: Sequence[Tensor]) -> list[Part]:
-    kinds: list[Any] = [part.kind for part in parts]
+def _divided_groups(
+    rule: LossScale, groups: Sequence[GradientGroup], scale: Sequence[Tensor]
+) -> list[GradientGroup]:
+    specs: list[Any] = [group.spec for group in groups]
     return refilled(
-        parts, _unscaled(rule, [part.values for part in parts], kinds, ScaleState(*scale))
+        groups, _unscaled(rule, [group.values for group in groups], specs, ScaleState(*scale))
     )
 
 
@@ -224,8 +226,8 @@ def plan_for(
     dtypes = gradient_dtypes(inner, variables)
     return MeasurePlan(
         shapes=tuple(tuple(v.shape) for v in variables),
-        kinds=tuple(
-            Kind(dtype, getattr(v, "overwrite_with_gradient", False))
+        specs=tuple(
+            GradientSpec(dtype, getattr(v, "overwrite_with_gradient", False))
             for v, dtype in zip(variables, dtypes, strict=True)
         ),
         sharding=backend.sharding(layouts_of(variables)),

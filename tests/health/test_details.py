@@ -11,7 +11,7 @@ from oracle import MODES, compiled
 
 import kmp
 from kmp.health import details as _sample
-from kmp.health.measure import gather
+from kmp.health.measure import group_gradients
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_bins_are_the_exponents_of_the_scaled_gradient(mode):
 
     def measure(gradient):
         cuts = [_sample.cut(weight.shape)]
-        before = _sample.sample(gather([gradient], [len(values)]), [weight.value], cuts)
+        before = _sample.sample(group_gradients([gradient], [len(values)]), [weight.value], cuts)
         after = ops.zeros((len(values),), "float32")
         return _sample.measure_sample(before, after, cuts, [0])
 
@@ -101,9 +101,9 @@ def test_norms_of_weights_and_updates_and_what_did_not_move(mode):
     earlier = [keras.Variable(b) for b in before]
 
     def measure(present):
-        parts = gather([*present[:2], None, *present[2:]], sizes)
-        sample = _sample.sample(parts, [v.value for v in earlier], cuts)
-        order = _sample.layout(parts, len(sizes))
+        groups = group_gradients([*present[:2], None, *present[2:]], sizes)
+        sample = _sample.sample(groups, [v.value for v in earlier], cuts)
+        order = _sample.layout(groups, len(sizes))
         after = _sample.sample_weights([v.value for v in variables], cuts, order)
         return _sample.measure_sample(sample, after, cuts, order)
 

@@ -11,13 +11,13 @@ from oracle import MODES, Run, compiled, few
 import kmp
 from kmp.health import measure as health
 from kmp.health import telemetry
-from kmp.health.measure import gather
+from kmp.health.measure import group_gradients
 
 INF, NAN = np.inf, np.nan
 
 
 def measure(gradients, sizes):
-    return health.measure(gather(gradients, sizes), sizes)
+    return health.measure(group_gradients(gradients, sizes), sizes)
 
 
 def measured_by_numpy(gradient):
@@ -66,7 +66,8 @@ def test_the_check_alone(mode):
     """What `measure_gradients=False` still needs."""
     gradients = [ops.array([1.0, NAN]), ops.array([[INF], [-INF]]), ops.ones(3, "float16")]
     found = compiled(
-        lambda g: health.find_nonfinite(gather([g[0], None, *g[1:]], [2, 9, 2, 3]), 4), mode
+        lambda g: health.find_nonfinite(group_gradients([g[0], None, *g[1:]], [2, 9, 2, 3]), 4),
+        mode,
     )
     found = ops.convert_to_numpy(found(gradients))
     np.testing.assert_array_equal(found > 0, [True, False, True, False])

@@ -13,7 +13,7 @@ from oracle import COMPILED_MODES, MODES, Run, compilations, compiled, few
 import kmp
 from kmp._backend import backend
 from kmp.health import measure as health
-from kmp.health.measure import gather
+from kmp.health.measure import group_gradients
 
 SHAPES = [
     *[(3,), (70, 70), (3,), (2, 2), (70, 70), (4,)],  # two of a size, two of a shape, one alone
@@ -44,9 +44,9 @@ def test_each_gradient_keeps_its_row(mode, together):
     def measure(present):
         present = [present[0], None, *present[1:]]
         sizes = [SIZES[0], 7, *SIZES[1:]]
-        parts = gather(present, sizes, [None] * 10 + ["another kind"] * (len(sizes) - 10))
-        found = health.find_nonfinite(parts, len(sizes), together=together)
-        return health.measure(parts, sizes, together=together), found
+        groups = group_gradients(present, sizes, [None] * 10 + ["another kind"] * (len(sizes) - 10))
+        found = health.find_nonfinite(groups, len(sizes), together=together)
+        return health.measure(groups, sizes, together=together), found
 
     values = gradients()
     levels, found = compiled(measure, mode)([ops.convert_to_tensor(v) for v in values])
