@@ -340,6 +340,49 @@ def test_methods_that_override_nothing_are_found(method, expected):
     assert not_declared(ast.parse(f"class TpuBackend(Backend):\n    {method}")) == expected
 
 
+# Keras's classes are bound when kmp is imported: a program may put others under their names
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def looked_up_late(tree, within=False):
+    """The classes of Keras that a function looks up when it runs, except to make an instance."""
+    for field, value in ast.iter_fields(tree):
+        inside = within or (field == "body" and isinstance(tree, FUNCTIONS))
+        makes_one = field == "func" and isinstance(tree, ast.Call)
+        for node in value if isinstance(value, list) else [value]:
+            if not isinstance(node, ast.AST) or field in ("annotation", "returns"):
+                continue
+            if re.fullmatch(r"keras(\.\w+)*\.[A-Z]\w*", ast.unparse(node)):
+                if inside and not makes_one:
+                    yield ast.unparse(node)
+            else:
+                yield from looked_up_late(node, inside)
+
+
+def test_classes_of_keras_are_bound_at_import():
+    """Write `from keras.layers import Dense`, and `isinstance(layer, Dense)`."""
+    found = {name: set(looked_up_late(tree)) for name, tree in TREES.items()}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("def f(x):\n    return isinstance(x, keras.layers.Dense)", {"keras.layers.Dense"}),
+        ("class A:\n    def f(self):\n        super(keras.Layer, self).f()", {"keras.Layer"}),
+        ("def f(x):\n    return type(x).call is keras.Model.call", {"keras.Model"}),
+        ("f = lambda x: isinstance(x, keras.Model)", {"keras.Model"}),
+        ("def f(x: keras.Model) -> keras.Layer:\n    y: keras.Layer = x", set()),
+        ("class A(keras.Layer):\n    pass", set()),
+        ("def f():\n    return keras.layers.Dense(1), keras.backend.backend()", set()),
+    ],
+)
+def test_late_names_of_classes_are_found(source, expected):
+    assert set(looked_up_late(ast.parse(source))) == expected
+
+
 # What importing loads
 
 

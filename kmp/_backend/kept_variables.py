@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
+from keras import Variable as KerasVariable
 from keras import ops
 
 from kmp._backend import backend
@@ -38,17 +38,17 @@ class KeptVariables:
     def __init__(self, variables: Iterable[Variable], on_host: bool = False):
         self._on_host = on_host
         self._kept: dict[int, tuple[Variable, Callable[[], None]]] = {}
-        self._assign = keras.Variable._direct_assign
+        self._assign = KerasVariable._direct_assign
         self._keep(variables)
 
     def restore(self) -> None:
         """Put all values back."""
-        noted, keras.Variable._direct_assign = keras.Variable._direct_assign, self._assign
+        noted, KerasVariable._direct_assign = KerasVariable._direct_assign, self._assign
         try:
             for _, put_back in self._kept.values():
                 put_back()
         finally:
-            keras.Variable._direct_assign = noted
+            KerasVariable._direct_assign = noted
 
     @contextlib.contextmanager
     def with_assigned(self) -> Iterator[None]:
@@ -60,11 +60,11 @@ class KeptVariables:
                 self._keep([variable])
             return assign(variable, value)
 
-        keras.Variable._direct_assign = noted_assign
+        KerasVariable._direct_assign = noted_assign
         try:
             yield
         finally:
-            keras.Variable._direct_assign = assign
+            KerasVariable._direct_assign = assign
 
     def _keep(self, variables: Iterable[Variable]) -> None:
         copy = _copied_to_host if self._on_host else backend.preserved

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras import Layer, Model, Sequential
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope
 
@@ -18,7 +19,7 @@ from kmp._keras.building import casting_inputs
 # Layers
 
 
-def layers_of(model: keras.Layer) -> list[keras.Layer]:
+def layers_of(model: Layer) -> list[Layer]:
     """`model` and all layers in it, each once: nested models, wrapped layers and RNN cells too.
 
     A layer stands before those inside it. Private: `_flatten_layers`; `model.layers` lists neither
@@ -27,12 +28,12 @@ def layers_of(model: keras.Layer) -> list[keras.Layer]:
     return model._flatten_layers()
 
 
-def parts_of(layer: keras.Layer) -> list[keras.Layer]:
+def parts_of(layer: Layer) -> list[Layer]:
     """The layers directly inside a layer. Private: `_flatten_layers`."""
     return layer._flatten_layers(include_self=False, recursive=False)
 
 
-def own_weights(layer: keras.Layer) -> list[Any]:
+def own_weights(layer: Layer) -> list[Any]:
     """The trainable variables of a layer itself, frozen or not.
 
     Private: `_trainable_variables`; `trainable_variables` includes those of the layers inside, and
@@ -41,7 +42,7 @@ def own_weights(layer: keras.Layer) -> list[Any]:
     return layer._trainable_variables
 
 
-def own_state(layer: keras.Layer) -> list[Any]:
+def own_state(layer: Layer) -> list[Any]:
     """The variables of a layer itself that are no weights. Private: `_non_trainable_variables`.
 
     `non_trainable_variables` includes frozen weights.
@@ -58,7 +59,7 @@ def path_of(layer: Any) -> str:
     return getattr(layer, "path", None) or layer.name
 
 
-def give_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
+def give_policy(layer: Layer, policy: keras.DTypePolicy) -> None:
     """Set the dtype policy of a built layer.
 
     Private: `_dtype_policy`. The setter of `layer.dtype_policy` writes into a `DTypePolicyMap` that
@@ -67,13 +68,13 @@ def give_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     layer._dtype_policy = policy
 
 
-def is_preprocessing(layer: keras.Layer) -> bool:
+def is_preprocessing(layer: Layer) -> bool:
     """Whether a layer is, or derives from, one of Keras's for raw inputs."""
     return any(".preprocessing." in each.__module__ for each in type(layer).__mro__)
 
 
 @contextlib.contextmanager
-def unlocked(layer: keras.Layer) -> Iterator[None]:
+def unlocked(layer: Layer) -> Iterator[None]:
     """Within, a built layer may get and lose variables.
 
     Private: `_tracker`, which Keras locks when a layer is built; on PyTorch `_track_variables`,
@@ -88,13 +89,13 @@ def unlocked(layer: keras.Layer) -> Iterator[None]:
             layer._track_variables()
 
 
-def drop_variable(layer: keras.Layer, name: str) -> None:
+def drop_variable(layer: Layer, name: str) -> None:
     """Delete the variable that is the attribute `name` of a layer; within `unlocked`.
 
     Private: `_untrack_variable`. `delattr` collects garbage as well, which takes 0.2 s each time.
     """
     layer._untrack_variable(getattr(layer, name))
-    super(keras.Layer, layer).__delattr__(name)
+    super(Layer, layer).__delattr__(name)
 
 
 def replace_kernel(layer: Any, make: Callable[[], Any]) -> None:
@@ -106,7 +107,7 @@ def replace_kernel(layer: Any, make: Callable[[], Any]) -> None:
     layer._kernel = make()
 
 
-def take_class(layer: keras.Layer, cls: type) -> None:
+def take_class(layer: Layer, cls: type) -> None:
     """Make a layer an instance of `cls`, with the arguments that the `call` of `cls` takes.
 
     Private: `_call_signature`, `_call_has_training_arg` and `_call_has_context_arg`, which Keras
@@ -120,7 +121,7 @@ def take_class(layer: keras.Layer, cls: type) -> None:
     layer._call_has_context_arg = {"training": "training" in names}
 
 
-def mark_quantized(layer: keras.Layer) -> None:
+def mark_quantized(layer: Layer) -> None:
     """Let `layer.quantize` refuse to quantize a layer again. Private: `_is_quantized`."""
     layer._is_quantized = True
 
@@ -135,7 +136,7 @@ def without_autocast() -> contextlib.AbstractContextManager[None]:
 
 def is_graph(model: Any) -> bool:
     """Whether a layer is a Functional or a built Sequential model: a graph of operations."""
-    functional = isinstance(model, keras.Sequential) or hasattr(model, "operations")
+    functional = isinstance(model, Sequential) or hasattr(model, "operations")
     return functional and hasattr(model, "outputs")
 
 
@@ -155,7 +156,7 @@ def symbolic_outputs(model: Any, call: Callable | None = None) -> Any:
     `compute_output_spec`; calling the model itself on KerasTensors would add nodes.
     """
     if is_graph(model):
-        inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        inputs = model.inputs[0] if isinstance(model, Sequential) else model.input
         try:
             return keras.src.backend.compute_output_spec(call or model.call, inputs)
         except Exception:  # whatever the user's code raises
@@ -228,7 +229,7 @@ def check_model(model: Any, owner: str) -> None:
         TypeError: if `model` is no Keras model.
         ValueError: if it, or one of its layers, is not built.
     """
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, Model):
         raise TypeError(
             f"`model` of {owner} must be a keras.Model. Received: {model!r} (of type "
             f"{type(model).__name__}). Write keras.Sequential([layer]) for one layer; its policy "
@@ -243,13 +244,13 @@ def check_model(model: Any, owner: str) -> None:
         )
 
 
-def forget_functions(model: keras.Layer) -> None:
+def forget_functions(model: Layer) -> None:
     """Drop the compiled functions of `model` and of the models in it.
 
     `fit`, `evaluate` and `predict` would go on with the dtypes that they were traced with.
     """
     for layer in layers_of(model):
-        if isinstance(layer, keras.Model):
+        if isinstance(layer, Model):
             functions: Any = layer
             functions.train_function = functions.test_function = functions.predict_function = None
 

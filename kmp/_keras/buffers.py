@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
-from keras import ops
+from keras import Layer, ops
 
 from kmp._keras import path_of
 
@@ -67,7 +67,7 @@ def buffers_of(layer: Any) -> list[Buffer]:
         named = [(name, x) for name, x in module.named_buffers(recurse=False) if _is_state(x)]
         found += [Buffer(module, name, path) for name, _ in named]
         children = ((f"{path}/{name}", x) for name, x in module.named_children())
-        modules += [(name, x) for name, x in children if not isinstance(x, keras.Layer)]
+        modules += [(name, x) for name, x in children if not isinstance(x, Layer)]
     return found
 
 
@@ -76,7 +76,7 @@ def still_there(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return [(v, x) for v, x in pairs if not isinstance(v, Buffer) or v.is_there]
 
 
-def kept_buffers(layers: Sequence[keras.Layer]) -> Callable[[], None]:
+def kept_buffers(layers: Sequence[Layer]) -> Callable[[], None]:
     """Keep the buffers of layers; call the result to put them back."""
     kept = [(x, x.value.clone()) for layer in layers for x in buffers_of(layer)]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias
 
 import keras
+from keras import Layer, Operation
 
 from kmp._keras import path_of
 
@@ -140,7 +141,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
     >>> [(call.path, call.dtype) for call in recorder.calls]
     [('dense', 'float32')]
     """
-    layer_call, operation_call = keras.Layer.__call__, keras.Operation.__call__
+    layer_call, operation_call = Layer.__call__, Operation.__call__
 
     def call_layer(self, *args, **kwargs):
         if not recorder.is_on():
@@ -156,7 +157,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
             return operation_call(self, *args, **kwargs)
         if recorder.awaits(self):
             return recorder.run(operation_call, args, kwargs)
-        if isinstance(self, keras.Layer):
+        if isinstance(self, Layer):
             return operation_call(self, *args, **kwargs)
         recorder.begin(self, (args, kwargs))
         try:
@@ -164,11 +165,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
         finally:
             recorder.end()
 
-    keras.Layer.__call__, keras.Operation.__call__ = call_layer, call_operation
+    Layer.__call__, Operation.__call__ = call_layer, call_operation
     try:
         yield
     finally:
-        keras.Layer.__call__, keras.Operation.__call__ = layer_call, operation_call
+        Layer.__call__, Operation.__call__ = layer_call, operation_call
 
 
 def _dtype_of(outputs: Tree) -> str:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 from keras import ops
+from keras.distribution import ModelParallel
+from keras.optimizers import LossScaleOptimizer, Optimizer, RMSprop
+from keras.optimizers.schedules import LearningRateSchedule
 
 Variable: TypeAlias = Any  # keras.Variable
 Tensor: TypeAlias = Any  # of any backend
@@ -66,7 +69,7 @@ if TYPE_CHECKING:
 
 else:
 
-    class BaseLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    class BaseLossScaleOptimizer(LossScaleOptimizer):
         """Keras's class, without the branch of its `stateless_apply`, and built whole."""
 
         def build(self, var_list):
@@ -77,7 +80,7 @@ else:
             """
             super().build(var_list)
             if var_list and not self._trainable_variables:
-                super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
+                super(LossScaleOptimizer, self).build(var_list)
 
         def stateless_apply(self, optimizer_variables, grads, trainable_variables):
             """`apply` as a pure function, for JAX.
@@ -90,7 +93,7 @@ else:
             Returns:
                 `(trainable_variables, optimizer_variables)` after the step.
             """
-            above = super(keras.optimizers.LossScaleOptimizer, self)
+            above = super(LossScaleOptimizer, self)
             return above.stateless_apply(optimizer_variables, grads, trainable_variables)
 
 
@@ -129,7 +132,7 @@ def inner_optimizer_of(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def optimizers_of(model: Any) -> dict[str, keras.optimizers.Optimizer]:
+def optimizers_of(model: Any) -> dict[str, Optimizer]:
     """The optimizers of a model by the names of their attributes.
 
     That of `compile` is `"optimizer"`. It is left out where `compile` took its default, RMSprop,
@@ -137,7 +140,7 @@ def optimizers_of(model: Any) -> dict[str, keras.optimizers.Optimizer]:
     """
     compiled = getattr(model, "optimizer", None)
     attributes = {name: x for name, x in vars(model).items() if x is not compiled}
-    own = {k: x for k, x in attributes.items() if isinstance(x, keras.optimizers.Optimizer)}
+    own = {k: x for k, x in attributes.items() if isinstance(x, Optimizer)}
     if compiled is None or (own and _made_by_default(compiled)):
         return own
     return {"optimizer": compiled, **own}
@@ -146,15 +149,15 @@ def optimizers_of(model: Any) -> dict[str, keras.optimizers.Optimizer]:
 def _made_by_default(optimizer: Any) -> bool:
     """Whether an optimizer is as `compile` makes it by default, or Keras has wrapped that one."""
     optimizer = inner_optimizer_of(optimizer)
-    if not isinstance(optimizer, keras.optimizers.RMSprop):  # on PyTorch a subclass of it
+    if not isinstance(optimizer, RMSprop):  # on PyTorch a subclass of it
         return False
-    alike = keras.optimizers.RMSprop(name=optimizer.name)
+    alike = RMSprop(name=optimizer.name)
     return optimizer.get_config() == alike.get_config()
 
 
-def scales_the_loss(optimizer: Any) -> bool:
+def is_loss_scale_optimizer(optimizer: Any) -> bool:
     """Whether an optimizer is a LossScaleOptimizer, Keras's or kmp's."""
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return isinstance(optimizer, LossScaleOptimizer)
 
 
 def own_variables_of(optimizer: Any) -> list[Variable]:
@@ -208,7 +211,7 @@ def rows_of(optimizer: Any, variables: Sequence[Variable]) -> list[int]:
 def rate_of_last_step(optimizer: Any) -> Tensor:
     """`_learning_rate`, which may be a schedule; `learning_rate` is that of the next step."""
     rate = optimizer._learning_rate
-    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+    if isinstance(rate, LearningRateSchedule):
         rate = rate(ops.maximum(ops.convert_to_tensor(optimizer.iterations) - 1, 0))
     return ops.convert_to_tensor(rate)
 
@@ -245,7 +248,7 @@ def layouts_of(variables: Sequence[Variable]) -> list[Any]:
     Empty if it splits none of them.
     """
     distribution = keras.distribution.distribution()
-    if not isinstance(distribution, keras.distribution.ModelParallel):
+    if not isinstance(distribution, ModelParallel):
         return []
     layouts = [distribution.get_variable_layout(v) for v in variables]
     layouts = [getattr(layout, "backend_layout", layout) for layout in layouts]

@@ -8,6 +8,8 @@ import inspect
 from typing import Any
 
 import keras
+from keras import Model
+from keras.layers import RNN
 
 from kmp._keras import own_state
 from kmp._keras.buffers import buffers_of
@@ -20,7 +22,7 @@ def state_of(layer: keras.Layer) -> list[Any]:
     states that it goes on from apart from all its variables. On PyTorch a layer may have buffers,
     and modules with some in it.
     """
-    states = layer.states if isinstance(layer, keras.layers.RNN) and layer.stateful else None
+    states = layer.states if isinstance(layer, RNN) and layer.stateful else None
     found = [*own_state(layer), *(keras.tree.flatten(states) if states is not None else ())]
     return [*found, *buffers_of(layer)]
 
@@ -65,7 +67,7 @@ def check_compiled(model: Any, owner: str) -> None:
         TypeError: if `model` is no Keras model.
         ValueError: if it is not compiled.
     """
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, Model):
         raise TypeError(
             f"`model` of {owner} must be a keras.Model. Received: {model!r} (of type "
             f"{type(model).__name__}). Write keras.Sequential([layer]) for one layer."

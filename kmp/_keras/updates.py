@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
+from keras.optimizers import Optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from kmp._keras.optimizer import Tensor, Variable
@@ -140,7 +140,7 @@ def decay_weights(optimizer: Any, variable: Any) -> None:
     variable of TensorFlow's has not.
     """
     own = type(optimizer)._apply_weight_decay
-    if own is keras.optimizers.Optimizer._apply_weight_decay:
+    if own is Optimizer._apply_weight_decay:
         own = BaseOptimizer._apply_weight_decay
     elif not hasattr(variable, "path"):
         variable = optimizer._trainable_variables[row_of(optimizer, variable)]

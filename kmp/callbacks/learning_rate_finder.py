@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import keras
+from keras.optimizers import Optimizer
 
 from kmp._backend import backend
 from kmp._backend.random_states import RandomStates
@@ -148,7 +149,7 @@ class LearningRateFinder(keras.callbacks.Callback):
     def set_model(self, model):
         super().set_model(model)
         self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
-        if not isinstance(getattr(model, "optimizer", None), keras.optimizers.Optimizer):
+        if not isinstance(getattr(model, "optimizer", None), Optimizer):
             raise ValueError(
                 "LearningRateFinder needs a model that is compiled with an optimizer of Keras. "
                 f"Received: optimizer={getattr(model, 'optimizer', None)!r}. Write "

@@ -3,6 +3,7 @@
 import inspect
 
 import keras
+from keras.callbacks import CallbackList
 
 
 def come_first(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
@@ -19,7 +20,7 @@ def come_first(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callb
     frame = inspect.currentframe()
     while frame := frame and frame.f_back:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.callbacks.CallbackList):
+        if isinstance(caller, CallbackList):
             if callback in caller.callbacks:
                 caller.callbacks.remove(callback)
                 caller.callbacks.insert(0, callback)

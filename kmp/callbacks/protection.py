@@ -15,10 +15,9 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import keras
-
 from kmp._backend import backend
 from kmp._keras import awaits_weights, has_weights, training
+from kmp._keras.optimizer import is_loss_scale_optimizer
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.callbacks.undo import protected_step
 
@@ -70,7 +69,7 @@ def protect(model: Any) -> "Protection":
     (True, 1)
     """
     training.check_compiled(model, "protect")
-    if not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+    if not is_loss_scale_optimizer(model.optimizer):
         raise ValueError(
             "`protect` is for an optimizer that skips steps. Received: a model compiled with "
             f"{type(model.optimizer).__name__}, which skips none. Write "
@@ -219,7 +218,7 @@ class _Guard:
     def start(self, force: bool = False) -> None:
         """Let the model train by the function that the claims ask for."""
         model = self._model
-        if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        if is_loss_scale_optimizer(model.optimizer):
             build_optimizer(model)  # the first step may be skipped already
         functions = self._functions
         current = functions and training.loss_tracker(model) is functions.tracker

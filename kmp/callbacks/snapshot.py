@@ -9,7 +9,7 @@ from kmp._backend import backend
 from kmp._backend.types import Variable
 from kmp._keras import layers_of
 from kmp._keras.buffers import Buffer, buffers_of, still_there
-from kmp._keras.optimizer import inner_optimizer_of, optimizers_of, scales_the_loss
+from kmp._keras.optimizer import inner_optimizer_of, is_loss_scale_optimizer, optimizers_of
 from kmp.precision.trees import all_finite
 from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.scaling.rules import DynamicLossScale
@@ -47,7 +47,7 @@ def _optimizers(model: Any) -> list[Any]:
 
 
 def _state_of(optimizer: Any) -> list[Variable]:
-    if not scales_the_loss(optimizer):
+    if not is_loss_scale_optimizer(optimizer):
         return list(optimizer.variables)
     window = getattr(optimizer, "window", None)  # where accumulation stands goes with what it has
     positions = [] if window is None else [window.position, window.dropped]
@@ -131,7 +131,7 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
 
 
 def _scale_of(optimizer: Any) -> Variable | None:
-    if not (scales_the_loss(optimizer) and optimizer.built):
+    if not (is_loss_scale_optimizer(optimizer) and optimizer.built):
         return None
     if isinstance(optimizer, LossScaleOptimizer):  # reading `dynamic_scale` counts as scaling
         return optimizer.scale_variable

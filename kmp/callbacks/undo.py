@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import keras
 from keras import ops
+from keras.layers import SpectralNormalization
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import layers_of
 from kmp._keras.buffers import Buffer, still_there
+from kmp._keras.optimizer import is_loss_scale_optimizer
 from kmp._keras.training import state_of
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -57,7 +58,7 @@ def protected_step(
             optimizer.step_scales_loss = optimizer.scale_was_read
         return logs
 
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if not is_loss_scale_optimizer(optimizer):
         return tracked  # which skips nothing
     told_late = is_kmps and not backend.SEES_LOSS
     # Buffers of PyTorch that the first step left alone, as masks: they are not copied in each step.
@@ -131,6 +132,6 @@ def _undone_by_a_skip(model: Any, tracker: LossTracker) -> list[Variable]:
 
 def _assigned_by(layer: Any) -> list[Variable]:
     """The variables that a layer assigns while it trains. One of Keras's assigns a weight."""
-    if isinstance(layer, keras.layers.SpectralNormalization) and layer.built:
+    if isinstance(layer, SpectralNormalization) and layer.built:
         return [*state_of(layer), layer.kernel]
     return state_of(layer)

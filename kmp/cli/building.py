@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras import Model
 
 from kmp._common import checked_choice
 from kmp.cli.options import UsageError
@@ -106,7 +107,7 @@ def _build(build: Callable[[], tuple], policy: Policy, seed: int) -> tuple:
     set_policy(policy)
     built = build()
     model: Any = built[0] if isinstance(built, tuple) and built else built
-    if not isinstance(built, tuple) or not isinstance(model, keras.Model):
+    if not isinstance(built, tuple) or not isinstance(model, Model):
         raise UsageError(
             "The function that builds must return a tuple, a Keras model first and then its data. "
             f"Received: {type(built).__name__} from {getattr(build, '__name__', build)}. Write for "

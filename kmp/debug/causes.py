@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import keras
-from keras import ops
+from keras import Layer, ops
 
 from kmp._backend import backend
 from kmp._backend.types import Gradient, Variable
@@ -95,7 +95,7 @@ def _in_float32(call: Call) -> tuple[TensorStats, ...]:
 
     args, kwargs = keras.tree.map_structure(cast, call.passed)
     try:
-        if not isinstance(call.layer, keras.Layer):
+        if not isinstance(call.layer, Layer):
             return measure(call.layer(*args, **kwargs))
         with under(call.layer, "float32"):
             return measure(call.layer(*args, **kwargs))

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
+from keras import Sequential, ops
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Tree
@@ -188,7 +188,7 @@ def _activation_bytes(model: keras.Model, sample: Tree) -> int:
 def _sample_of(model: keras.Model, batch_size: int) -> Tree:
     """Zeros in the shapes of the model's inputs: one sample, or as many as these are made for."""
     try:
-        inputs: Any = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        inputs: Any = model.inputs[0] if isinstance(model, Sequential) else model.input
         shapes = [tensor.shape for tensor in keras.tree.flatten(inputs)]
     except (AttributeError, TypeError, ValueError):
         shapes = None

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+from keras import Model, Sequential
+from keras.layers import InputLayer
 
 from kmp._keras import give_policy, layers_of, parts_of, path_of
 from kmp.precision.policy import Policy
@@ -29,16 +31,16 @@ class Unit:
         return self.layers[0]
 
 
-def units_of(model: keras.Model) -> list[Unit]:
+def units_of(model: Model) -> list[Unit]:
     """The units of a built model, each once, those of its own code first."""
     units: dict[int, Unit] = {}
 
     def visit(layer):
         if id(layer) in units:
             return
-        if not isinstance(layer, keras.Model):
+        if not isinstance(layer, Model):
             members = tuple(x for x in layers_of(layer) if _is_switchable(x))
-            if members and not isinstance(layer, keras.layers.InputLayer):
+            if members and not isinstance(layer, InputLayer):
                 units[id(layer)] = Unit(path_of(layer), members)
             return
         if not _only_calls_layers(layer) and _is_switchable(layer):
@@ -118,9 +120,9 @@ def checked_policy(policy: str) -> str:
     return keras.dtype_policies.get(policy).name
 
 
-def _only_calls_layers(model: keras.Model) -> bool:
+def _only_calls_layers(model: Model) -> bool:
     """Tell whether the model has no arithmetic of its own that a dtype policy would change."""
-    ours = type(model).call in (keras.Model.call, keras.Sequential.call)
+    ours = type(model).call in (Model.call, Sequential.call)
     return ours or type(model).call.__module__.startswith("keras.")
 
 

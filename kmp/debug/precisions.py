@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import Model
 
 from kmp._backend import backend
 from kmp._backend.types import Gradient, Tree
@@ -116,7 +117,7 @@ def _dB(value: float) -> str:
 
 
 def compare_precisions(
-    model: keras.Model,
+    model: Model,
     x: Tree,
     y: Tree = None,
     policy: str = "mixed_float16",
@@ -183,7 +184,7 @@ def compare_precisions(
 
 
 @contextlib.contextmanager
-def _all_under(model: keras.Model, policy: str) -> Iterator[None]:
+def _all_under(model: Model, policy: str) -> Iterator[None]:
     """Within, all layers compute under `policy`; what they cannot run is said so."""
     try:
         with under(model, policy):
@@ -197,14 +198,14 @@ def _all_under(model: keras.Model, policy: str) -> Iterator[None]:
 
 
 def output_sqnr(
-    model: keras.Model, x: Tree, outputs: Tree, policy: str, unit: Unit, preserved: Preserved
+    model: Model, x: Tree, outputs: Tree, policy: str, unit: Unit, preserved: Preserved
 ) -> float:
     """The output SQNR in dB with only `unit` under `policy`; NaN where that does not run."""
     return quality_of(model, x, outputs, lambda: under(model, policy, unit.layers), preserved)
 
 
 def quality_of(
-    model: keras.Model, x: Tree, outputs: Tree, policies: Callable, preserved: Preserved
+    model: Model, x: Tree, outputs: Tree, policies: Callable, preserved: Preserved
 ) -> float:
     """The output SQNR in dB within `policies()`; NaN where the model does not run so.
 
@@ -220,12 +221,12 @@ def quality_of(
 
 def _is_shown(call: Call, alone: dict) -> bool:
     """Models that only call layers repeat the last row."""
-    return not isinstance(call.layer, keras.Model) or call.layer in alone
+    return not isinstance(call.layer, Model) or call.layer in alone
 
 
 def _local_sqnr(call: Call, policy: str, units: dict, preserved: Preserved) -> float:
     layer: Any = call.layer
-    if layer not in units or isinstance(layer, keras.Model):
+    if layer not in units or isinstance(layer, Model):
         return math.nan
     preserved.restore()
     args, kwargs = call.passed
@@ -257,7 +258,7 @@ def _row(call: Call, lower: Call, local: float, alone: dict) -> LayerPrecision:
 
 
 def _gradient_sqnr(
-    model: keras.Model, batch: Batch, policy: str, reference: Recorder, preserved: Preserved
+    model: Model, batch: Batch, policy: str, reference: Recorder, preserved: Preserved
 ) -> dict[str, float]:
     peak = 0.0
 

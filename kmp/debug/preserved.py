@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+from keras import Layer
 
 from kmp._backend import backend
 from kmp._backend.kept_variables import KeptVariables
@@ -67,7 +68,7 @@ class Preserved:
 @contextlib.contextmanager
 def _refusing_weights() -> Iterator[None]:
     """Within, no layer that this thread calls creates weights."""
-    add_weight, thread = keras.Layer.add_weight, threading.get_ident()
+    add_weight, thread = Layer.add_weight, threading.get_ident()
 
     def refused(self, *args, **kwargs):
         if threading.get_ident() != thread:
@@ -78,8 +79,8 @@ def _refusing_weights() -> Iterator[None]:
             "model(x, training=True) once before."
         )
 
-    keras.Layer.add_weight = refused
+    Layer.add_weight = refused
     try:
         yield
     finally:
-        keras.Layer.add_weight = add_weight
+        Layer.add_weight = add_weight

@@ -3,9 +3,8 @@
 import dataclasses
 import math
 
-import keras
 import numpy as np
-from keras import ops
+from keras import Model, ops
 
 from kmp._backend import backend
 from kmp._backend.types import Tree
@@ -71,7 +70,7 @@ class LayerRange:
 
 
 def ranges_of(
-    model: keras.Model, batch: Batch, with_gradients: bool, preserved: Preserved
+    model: Model, batch: Batch, with_gradients: bool, preserved: Preserved
 ) -> tuple[list[LayerRange], float | None]:
     """Run the model as in training, with the dtype policies that it has.
 
@@ -82,7 +81,7 @@ def ranges_of(
     """
     preserved.restore()
     recorder, *_ = forward(model, batch, training=True, with_loss=with_gradients)
-    calls = [c for c in recorder.calls if not isinstance(c.layer, (keras.Model, Loss))]
+    calls = [c for c in recorder.calls if not isinstance(c.layer, (Model, Loss))]
     gradients: dict[str, list[np.ndarray]] = {}
     if with_gradients:
         gradients = _gradients(model, batch, {c.key for c in recorder.calls}, preserved)
@@ -103,7 +102,7 @@ def ranges_of(
 
 
 def _gradients(
-    model: keras.Model, batch: Batch, keys: set[str], preserved: Preserved
+    model: Model, batch: Batch, keys: set[str], preserved: Preserved
 ) -> dict[str, list[np.ndarray]]:
     """By the key of a call the gradients at its output, and of the variables that it owns."""
     found: dict[str, list[np.ndarray]] = {}

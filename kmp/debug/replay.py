@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import keras
 import numpy as np
-from keras import ops
+from keras import Model, ops
 
 from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Tree
@@ -27,11 +27,11 @@ def check_replayable(model: Any, tool: str, with_loss: bool) -> None:
         ValueError: it is not built, has no `call`, or is not compiled although a loss is needed.
     """
     check_model(model, tool)
-    if type(model).call is keras.Model.call:
+    if type(model).call is Model.call:
         # On PyTorch a layer is a module, whose layers are not among its attributes.
         children = dict(getattr(model, "named_children", dict)())
         parts = {**vars(model), **children}.items()
-        part = next((n for n, v in parts if isinstance(v, keras.Model)), "part")
+        part = next((n for n, v in parts if isinstance(v, Model)), "part")
         raise ValueError(
             f"`model` of {tool} must have a `call`, which is what is replayed. Received: "
             f"{type(model).__name__} {model.name!r} without one: its train_step calls its parts. "
@@ -75,7 +75,7 @@ def call_model(model: Any, x: Tree, training: bool) -> Tree:
 
 
 def forward(
-    model: keras.Model, batch: Batch, training: bool, with_loss: bool = False
+    model: Model, batch: Batch, training: bool, with_loss: bool = False
 ) -> tuple[Recorder, Tree, Tensor]:
     """Run the model once, and its loss if asked to.
 
@@ -100,7 +100,7 @@ def forward(
     return recorder, outputs, loss
 
 
-def raising_layer(model: keras.Model, batch: Batch) -> Any:
+def raising_layer(model: Model, batch: Batch) -> Any:
     """The innermost layer that raises where the model and its loss run as in training, or None."""
     x, y, sample_weight = batch
     recorder = Recorder()
@@ -120,7 +120,7 @@ def _holds_numbers(call: Call) -> bool:
 
 
 def backward(
-    model: keras.Model,
+    model: Model,
     batch: Batch,
     scale: float,
     keys: set[str],

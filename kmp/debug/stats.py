@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import ml_dtypes
 import numpy as np
-from keras import ops
+from keras import KerasTensor, Variable, ops
 
 from kmp._backend.types import Tensor, Tree
 
@@ -85,7 +85,7 @@ def tensor_stats(x: Tensor) -> TensorStats:
     >>> print(tensor_stats(ops.array([0.0, 3e-6, np.inf, -4.0], "float16")))
     float16[4] on ..., from -4 to 2.98...e-06, 1 zero, 1 subnormal, 1 inf
     """
-    tensor: Any = x.value if isinstance(x, keras.Variable) else x
+    tensor: Any = x.value if isinstance(x, Variable) else x
     if "complex" in str(getattr(tensor, "dtype", "")):
         raise ValueError(
             f"`x` must be a tensor of real numbers. Received: x of dtype {tensor.dtype}. Measure "
@@ -123,7 +123,7 @@ def floats(tree: Tree) -> list[Tensor]:
 
 def is_float_tensor(x: Any) -> bool:
     """Whether `x` is a tensor, variable or array of floats, and not a symbolic KerasTensor."""
-    if isinstance(x, keras.KerasTensor) or not (hasattr(x, "shape") and hasattr(x, "dtype")):
+    if isinstance(x, KerasTensor) or not (hasattr(x, "shape") and hasattr(x, "dtype")):
         return False
     return keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype))
 

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras import Model
+from keras.dtype_policies import DTypePolicyMap
+from keras.layers import InputLayer
 
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import (
@@ -31,7 +34,7 @@ from kmp.precision.trees import HALF_DTYPES, half_dtype
 
 
 def to_mixed_precision(
-    model: keras.Model,
+    model: Model,
     policy: Any = None,
     filter_fn: Callable[[keras.Layer, str], bool] | None = None,
 ) -> ConversionReport:
@@ -96,7 +99,7 @@ def to_mixed_precision(
     what stays in float32.
     """
     filters = [] if filter_fn is None else [(filter_fn, "excluded by filter_fn")]
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+    if isinstance(policy, DTypePolicyMap):
         filters.append((_converted_by(policy), "float32 in the map"))
         policy = policy.default_policy
     policy = get_policy(f"mixed_{half_dtype()}" if policy is None else policy)
@@ -243,7 +246,7 @@ def _plan(
         new, reason = keep, ""
         if id(layer) in plan:
             return
-        if isinstance(layer, keras.layers.InputLayer):
+        if isinstance(layer, InputLayer):
             return
         if not keras.backend.is_float_dtype(layer.compute_dtype):
             new, reason = layer.dtype_policy, f"computes in {layer.compute_dtype}"
@@ -257,7 +260,7 @@ def _plan(
             reason = excluded[0]
         elif id(layer) in heads:
             new, reason = outputs, "output layer"
-        elif any(id(each) in heads for each in inner) and not isinstance(layer, keras.Model):
+        elif any(id(each) in heads for each in inner) and not isinstance(layer, Model):
             new, reason = outputs, "shares an output layer"
         elif layer.activity_regularizer is not None:
             reason = "activity regularizer"

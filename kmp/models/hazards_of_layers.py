@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+from keras import Model
+from keras.layers import BatchNormalization, Dense, EinsumDense
 
 from kmp._keras import is_preprocessing, layers_of, path_of
 from kmp.layers import Float32OutputDense
@@ -22,7 +24,7 @@ _REVERSIBLE: Any = getattr(keras.layers, "ReversibleEmbedding", ())  # not in ev
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 
-def half_layers(model: keras.Model) -> list[keras.Layer]:
+def half_layers(model: Model) -> list[keras.Layer]:
     """The layers that compute in half precision."""
     return [x for x in layers_of(model) if x.compute_dtype in HALF_DTYPES]
 
@@ -32,7 +34,7 @@ def package_of(thing: Any) -> str:
     return type(thing).__module__.partition(".")[0]
 
 
-def activity_regularizer(model: keras.Model) -> Hazards:
+def activity_regularizer(model: Model) -> Hazards:
     """Keras sums activity regularizers up in the dtype of the outputs."""
     for layer in half_layers(model):
         returns_half = not isinstance(layer, Float32OutputDense)
@@ -45,7 +47,7 @@ def activity_regularizer(model: keras.Model) -> Hazards:
             )
 
 
-def half_preprocessing(model: keras.Model) -> Hazards:
+def half_preprocessing(model: Model) -> Hazards:
     """Raw inputs, such as pixels or prices, may be beyond the range of half precision."""
     for layer in half_layers(model):
         if is_preprocessing(layer):
@@ -77,10 +79,10 @@ def epsilon(model: Any) -> Hazards:
             )
 
 
-def half_statistics(model: keras.Model) -> Hazards:
+def half_statistics(model: Model) -> Hazards:
     """A moving average stalls where its steps are below half a unit in its last place."""
     for layer in layers_of(model):
-        if not isinstance(layer, keras.layers.BatchNormalization) or not layer.built:
+        if not isinstance(layer, BatchNormalization) or not layer.built:
             continue
         dtype = layer.moving_mean.dtype
         if dtype not in HALF_DTYPES or layer.momentum == 1:
@@ -95,7 +97,7 @@ def half_statistics(model: keras.Model) -> Hazards:
             )
 
 
-def constant(model: keras.Model) -> Hazards:
+def constant(model: Model) -> Hazards:
     """Numbers beyond the range of the dtype that a layer computes in."""
     for layer in half_layers(model):
         largest = formats[layer.compute_dtype].largest
@@ -112,7 +114,7 @@ def constant(model: keras.Model) -> Hazards:
 def _numbers_of(layer: keras.Layer) -> list[float]:
     """The floats in a layer's config and, where the class is not Keras's, in its `call`."""
     try:  # a model's config is that of its layers
-        config = {} if isinstance(layer, keras.Model) else layer.get_config()
+        config = {} if isinstance(layer, Model) else layer.get_config()
     except Exception:  # the layer's own code, which may not be written to be saved
         config = {}
     numbers = [x for x in keras.tree.flatten(config) if isinstance(x, float)]
@@ -127,7 +129,7 @@ def _float_constants(code: Any) -> list[float]:
     return [x for x in constants if isinstance(x, float)] + inner
 
 
-def tensor_cores(model: keras.Model) -> Hazards:
+def tensor_cores(model: Model) -> Hazards:
     """Sizes of matrix products that are not multiples of 8."""
     for layer in half_layers(model):
         sizes = _product_sizes(layer)
@@ -155,9 +157,9 @@ def _product_sizes(layer: Any) -> tuple[int, ...]:
         return (channels, filters) if channels > 4 else (_MULTIPLE, filters)
     if isinstance(layer, _REVERSIBLE):
         return layer.output_dim, layer.input_dim
-    if isinstance(layer, keras.layers.Dense):
+    if isinstance(layer, Dense):
         return tuple(layer.kernel.shape)
-    if not isinstance(layer, keras.layers.EinsumDense):
+    if not isinstance(layer, EinsumDense):
         return ()
     kernel, outputs = layer.equation.split(",")[1].split("->")
     sizes = list(zip(kernel, layer.kernel.shape, strict=True))

@@ -5,10 +5,13 @@ from typing import Any
 import keras
 import ml_dtypes
 import numpy as np
+from keras.layers import Softmax
+from keras.losses import Loss
+from keras.metrics import MeanMetricWrapper, Metric
 
 from kmp._backend import backend
 from kmp._keras import compile_arguments, layers_of, path_of
-from kmp._keras.optimizer import optimizers_of
+from kmp._keras.optimizer import is_loss_scale_optimizer, optimizers_of
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
 from kmp.models.hazards_of_layers import Hazards, package_of
@@ -125,11 +128,9 @@ def _share_that_stands_still(variables: list[Any], dtype: str, step: float) -> f
 
 def lost_on_reload(model: Any) -> Hazards:
     """Keras wraps an optimizer in loss scaling, and saves the optimizer without."""
-    optimizer = getattr(model, "optimizer", None)
+    optimizer: Any = getattr(model, "optimizer", None)
     saved = compile_arguments(model).get("optimizer")
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(
-        saved, keras.optimizers.LossScaleOptimizer
-    ):
+    if is_loss_scale_optimizer(optimizer) and not is_loss_scale_optimizer(saved):
         yield (
             "optimizer",
             "Keras wrapped it in loss scaling by itself and does not save that: a loaded model "
@@ -145,7 +146,7 @@ def half_softmax(model: Any) -> Hazards:
         return
     for layer in _half_outputs(model):
         squashes = _name(getattr(layer, "activation", None)) in ("softmax", "sigmoid")
-        if squashes or isinstance(layer, keras.layers.Softmax):
+        if squashes or isinstance(layer, Softmax):
             yield (
                 path_of(layer),
                 f"probabilities in {layer.compute_dtype} are 0 where the loss takes their "
@@ -158,7 +159,7 @@ def half_softmax(model: Any) -> Hazards:
 def half_loss(model: Any) -> Hazards:
     """Keras evaluates loss functions, unlike loss classes, in the dtype of the outputs."""
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
-        if callable(loss) and not isinstance(loss, (str, keras.losses.Loss)):
+        if callable(loss) and not isinstance(loss, (str, Loss)):
             for layer in _half_outputs(model):
                 yield (
                     path_of(layer),
@@ -195,9 +196,9 @@ def _is_rounded(metric: Any) -> bool:
     if isinstance(metric, str):
         metric = keras.metrics.get(metric)
         return _is_rounded(metric)
-    if not isinstance(metric, keras.metrics.Metric):
+    if not isinstance(metric, Metric):
         return not _name(metric).endswith("accuracy")
-    if isinstance(metric, keras.metrics.MeanMetricWrapper):
+    if isinstance(metric, MeanMetricWrapper):
         return True
     code = getattr(type(metric).update_state, "__code__", None)
     casts = {"cast", "dtype", "_dtype"} & set(getattr(code, "co_names", ()))

@@ -4,19 +4,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
+from keras import Layer, Model
+from keras.layers import InputLayer
 
 from kmp._keras import is_graph, layers_of, made_by, parts_of, symbolic_outputs
 from kmp._keras.calls import Call, Recorder, recording
 
 
-def called_models(model: Any) -> list[keras.Model]:
+def called_models(model: Any) -> list[Model]:
     """The model, or the models inside it if it has no `call` and its train step calls these."""
-    if type(model).call is not keras.Model.call:
+    if type(model).call is not Model.call:
         return [model]
-    return [part for part in parts_of(model) if isinstance(part, keras.Model)]
+    return [part for part in parts_of(model) if isinstance(part, Model)]
 
 
-def output_layers(model: Any) -> list[keras.Layer]:
+def output_layers(model: Any) -> list[Layer]:
     """The last layers with weights on the way to each output, and all layers after them.
 
     A softmax in float32 is of no use behind logits in half precision, so both count. Functional and
@@ -43,12 +45,12 @@ def _walk_graph(tensor: Any, found: dict[int, Any]) -> None:
     operation, inputs = made_by(tensor)
     if id(operation) in found:
         return
-    if isinstance(operation, keras.Model):
+    if isinstance(operation, Model):
         found.update((id(layer), layer) for layer in output_layers(operation))
         return
-    if isinstance(operation, keras.layers.InputLayer):
+    if isinstance(operation, InputLayer):
         return
-    if isinstance(operation, keras.Layer):
+    if isinstance(operation, Layer):
         found[id(operation)] = operation
         if operation.weights:
             return
@@ -56,7 +58,7 @@ def _walk_graph(tensor: Any, found: dict[int, Any]) -> None:
         _walk_graph(each, found)
 
 
-def _recorded_calls(model: keras.Model) -> tuple[list[Call], list[Any]] | None:
+def _recorded_calls(model: Model) -> tuple[list[Call], list[Any]] | None:
     """The calls in `model.call`, in the order in which they end, and the tensors it returns."""
     recorder, returned = Recorder(), []
 
@@ -70,7 +72,7 @@ def _recorded_calls(model: keras.Model) -> tuple[list[Call], list[Any]] | None:
 
     if symbolic_outputs(model, call) is None:
         return None
-    layer_calls = [call for call in recorder.calls if isinstance(call.layer, keras.Layer)]
+    layer_calls = [call for call in recorder.calls if isinstance(call.layer, Layer)]
     return sorted(layer_calls, key=_end), returned
 
 
@@ -78,7 +80,7 @@ def _end(call: Call) -> int:
     return call.span[1]
 
 
-def _walk_calls(calls: list[Call], returned: Iterable[Any]) -> list[keras.Layer]:
+def _walk_calls(calls: list[Call], returned: Iterable[Any]) -> list[Layer]:
     found: dict[int, Any] = {}
 
     def maker(tensor, before):
@@ -92,7 +94,7 @@ def _walk_calls(calls: list[Call], returned: Iterable[Any]) -> list[keras.Layer]
             layer, (begin, _) = call.layer, call.span
             if id(layer) in found:
                 continue
-            if isinstance(layer, keras.Model):
+            if isinstance(layer, Model):
                 found.update((id(each), each) for each in output_layers(layer))
                 continue
             found[id(layer)] = layer

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import keras
 from keras import ops
 
 from kmp._backend.types import Tensor
@@ -11,6 +10,7 @@ from kmp._common import warn
 from kmp._keras import replace_optimizer
 from kmp._keras.optimizer import (
     inner_optimizer_of,
+    is_loss_scale_optimizer,
     optimizers_of,
     steps_of,
     trainable_variables_of,
@@ -25,7 +25,7 @@ from kmp.scaling.optimizer import LossScaleOptimizer
 
 def scales_the_loss(optimizer: Any) -> bool:
     """Whether an optimizer multiplies the loss, by a scale that it finds or by a fixed one."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if is_loss_scale_optimizer(optimizer):
         if scales(getattr(optimizer, "loss_scale", None)):  # Keras's has none
             return True
         optimizer = optimizer.inner_optimizer
@@ -41,7 +41,7 @@ def scale_losses(model: Any, policy: Policy) -> str:
     said = []
     for name, optimizer in optimizers_of(model).items() if half == "float16" else ():
         kind = type(optimizer).__name__
-        is_wrapped = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        is_wrapped = is_loss_scale_optimizer(optimizer)
         if scales_the_loss(optimizer):
             continue
         if is_wrapped:  # the optimizer itself cannot look into the layers

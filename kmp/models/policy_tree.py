@@ -7,7 +7,8 @@ names, which differ from process to process.
 import functools
 from typing import Any
 
-import keras
+from keras import DTypePolicy, FloatDTypePolicy
+from keras.layers import InputLayer
 
 from kmp._keras import give_policy, parts_of
 from kmp._keras.building import after_build
@@ -78,12 +79,10 @@ def other_layers(layer: Any, expected: int, number: int) -> ValueError:
 
 def _inside(layer: Any) -> list[Any]:
     """The layers directly inside, without the input that a Sequential model adds when built."""
-    return [each for each in parts_of(layer) if not isinstance(each, keras.layers.InputLayer)]
+    return [each for each in parts_of(layer) if not isinstance(each, InputLayer)]
 
 
-def _name(policy: keras.DTypePolicy) -> str | None:
+def _name(policy: DTypePolicy) -> str | None:
     """What `get_policy` makes the policy of; None for what the layer's own config restores."""
-    plain = (
-        isinstance(policy, (Policy, keras.FloatDTypePolicy)) or type(policy) is keras.DTypePolicy
-    )
+    plain = isinstance(policy, (Policy, FloatDTypePolicy)) or type(policy) is DTypePolicy
     return str(get_policy(policy)) if plain else None

@@ -4,6 +4,8 @@ import contextvars
 from typing import Any, NamedTuple, TypeVar
 
 import keras
+from keras import DTypePolicy, FloatDTypePolicy
+from keras.dtype_policies import DTypePolicyMap
 
 from kmp._backend.types import DType
 from kmp.precision.trees import SHORT_NAMES, as_float_dtype, cast_floats
@@ -35,7 +37,7 @@ current_scope = contextvars.ContextVar[Scope | None]("kmp_autocast_scope", defau
 
 
 @keras.saving.register_keras_serializable(package="kmp")
-class Policy(keras.DTypePolicy):
+class Policy(DTypePolicy):
     """The dtypes of parameters, computation and outputs.
 
     A `keras.DTypePolicy`, so any Keras layer takes it as `dtype=`. It also reads JMP's strings:
@@ -182,7 +184,7 @@ class Policy(keras.DTypePolicy):
             return self._name == other
         if isinstance(other, Policy):
             return self._dtypes() == other._dtypes()
-        if type(other) not in (keras.DTypePolicy, keras.FloatDTypePolicy):
+        if type(other) not in (DTypePolicy, FloatDTypePolicy):
             return False  # quantized, or a map
         dtypes = other.variable_dtype, other.compute_dtype, other.compute_dtype
         return self._dtypes() == (False, *dtypes)
@@ -198,7 +200,7 @@ class Policy(keras.DTypePolicy):
     def __class__(self) -> type:
         # Keras saves the class of a policy. A file that names Keras's class loads without kmp.
         portable = not self.adapts and self._output_dtype is None and self._keras_name()
-        return keras.DTypePolicy if portable else Policy
+        return DTypePolicy if portable else Policy
 
     def __reduce__(self) -> tuple:
         return Policy, (str(self),)
@@ -243,7 +245,7 @@ def get_policy(policy: Any = None) -> Policy:
         policy = keras.config.dtype_policy()
     if isinstance(policy, Policy):
         return policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+    if isinstance(policy, DTypePolicyMap):
         raise ValueError(
             "A `DTypePolicyMap` gives each layer a policy of its own. Received: one with the "
             f"default {policy.default_policy.name!r}. Write kmp.get_policy(map[layer.path])."
@@ -272,7 +274,7 @@ def set_policy(policy: Any) -> None:
 
 def _parse(policy: Any) -> dict[str, Any]:
     """The dtypes in a policy's name, keyed by the arguments of `Policy`."""
-    if isinstance(policy, keras.DTypePolicy):
+    if isinstance(policy, DTypePolicy):
         policy = str(policy) if isinstance(policy, Policy) else policy.name
     if not isinstance(policy, str):
         return {"param_dtype": as_float_dtype(policy)}

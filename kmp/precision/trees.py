@@ -5,7 +5,8 @@ from typing import Any, TypeVar
 import keras
 import ml_dtypes
 import numpy as np
-from keras import ops
+from keras import KerasTensor, ops
+from keras import Variable as KerasVariable
 
 from kmp._backend import backend
 from kmp._backend.base import at_least_float32 as at_least_float32
@@ -81,7 +82,7 @@ def cast_floats(tree: Tree, dtype: DType) -> Any:
 
 
 def _has_floats(x: Any) -> bool:
-    arrays = (np.ndarray, np.generic, keras.KerasTensor, keras.Variable)
+    arrays = (np.ndarray, np.generic, KerasTensor, KerasVariable)
     if not (isinstance(x, arrays) or ops.is_tensor(x)):
         return False  # other objects, such as layers, have a dtype too
     try:

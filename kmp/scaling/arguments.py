@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 from keras import ops
+from keras.optimizers import Optimizer
 
 from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Variable
@@ -42,12 +43,12 @@ def checked_inner(optimizer: Any) -> Any:
             f"{optimizer.__name__}(...)."
         )
     optimizer = keras.optimizers.get(optimizer)
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise ValueError(
             "`optimizer` must be a Keras optimizer: a class, an instance, a name or a config. "
             f"Received: {optimizer!r}. Write for example kmp.scaled(keras.optimizers.Adam)."
         )
-    if type(optimizer).scale_loss is not keras.optimizers.Optimizer.scale_loss:
+    if type(optimizer).scale_loss is not Optimizer.scale_loss:
         raise ValueError(
             "`inner_optimizer` must not scale the loss itself: two scales would divide the "
             f"learning rate. Received: {type(optimizer).__name__}, which overrides `scale_loss`. "

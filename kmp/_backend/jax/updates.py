@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 from jax import numpy as jnp
+from keras.optimizers import Optimizer
 
 from kmp._backend import base
 from kmp._backend.types import Tensor, Variable
@@ -59,7 +60,7 @@ def _accumulating_by_mask(optimizer: Any) -> contextlib.AbstractContextManager[N
     Keras computes the update in every micro-batch and chooses with `lax.cond`, whose operands XLA
     copies: all parameters and slots. A moving average of the weights stays with Keras.
     """
-    keras_own = keras.optimizers.Optimizer._backend_apply_gradients
+    keras_own = Optimizer._backend_apply_gradients
     is_kerass = type(optimizer)._backend_apply_gradients is keras_own
     if optimizer.gradient_accumulation_steps and not optimizer.use_ema and is_kerass:
         return base.applying_by(optimizer, functools.partial(_accumulate, optimizer))

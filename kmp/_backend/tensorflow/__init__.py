@@ -5,9 +5,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
-from keras import ops
+from keras import Model, ops
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
 from tensorflow.python.eager import context  # no public way to the state of the random seeds
@@ -206,7 +205,7 @@ class TensorFlowBackend(Backend):
         around = super().around_train_step(model, train_step, before, after)
 
         def step(data: Any) -> Any:
-            of_keras = type(model).train_step is keras.Model.train_step
+            of_keras = type(model).train_step is Model.train_step
             metrics_built = getattr(model._compile_metrics, "built", True)
             if not (model.optimizer.built and (metrics_built or not of_keras)):
                 with _outside_trace():

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
+from keras.callbacks import TensorBoard
 
 from kmp._backend import backend
 from kmp.callbacks.curves.dashboard import Dashboard, settings_of
@@ -73,6 +74,6 @@ class Outlets:
 
 def _writes_epochs(callback: keras.callbacks.Callback, log_dir: str | os.PathLike[str]) -> bool:
     """Whether a callback is Keras's own for TensorBoard, with the same directory."""
-    if not isinstance(callback, keras.callbacks.TensorBoard):
+    if not isinstance(callback, TensorBoard):
         return False
     return os.path.abspath(callback.log_dir) == os.path.abspath(log_dir)

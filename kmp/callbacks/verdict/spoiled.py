@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 from keras import ops
+from keras.layers import BatchNormalization
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor
@@ -90,7 +91,7 @@ def lost_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -> lis
     found = []
     flags = ops.convert_to_numpy(backend.are_finite(values)) if values else ()
     for (v, layer), x, is_finite in zip(pairs, values, flags, strict=True):
-        is_statistic = isinstance(layer, keras.layers.BatchNormalization) or _is_torchs(v)
+        is_statistic = isinstance(layer, BatchNormalization) or _is_torchs(v)
         may_hold_inf = layer and not is_statistic
         if not is_finite and (not may_hold_inf or bool(ops.any(ops.isnan(x)))):
             reason = f"{_name(v)} holds inf or NaN"
@@ -106,7 +107,7 @@ class Variances:
 
     def look(self, model: Any, layers: Sequence[keras.Layer], step: int) -> list[Spoiled]:
         """Compare with the last sound values. A variance that has grown keeps its old reference."""
-        norms = (x for x in layers if isinstance(x, keras.layers.BatchNormalization))
+        norms = (x for x in layers if isinstance(x, BatchNormalization))
         pairs = [(layer.moving_variance, layer.epsilon) for layer in norms if layer.built]
         buffers = (x for layer in layers for x in buffers_of(layer))
         pairs += [(x, _EPSILON_OF_TORCH) for x in buffers if _is_torchs(x)]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import keras
+from keras import Model
 
 from kmp._backend import backend
 from kmp._keras import layers_of, path_of
@@ -51,7 +51,7 @@ def networks_of(model: Any) -> dict[int, str]:
     it has one of zeros, which a target network, or a teacher behind `ops.stop_gradient`, has in
     every step of a sound run.
     """
-    nested = [x for x in layers_of(model)[1:] if isinstance(x, keras.Model)]
+    nested = [x for x in layers_of(model)[1:] if isinstance(x, Model)]
     if backend.SEES_LOSS:
         return {}
     return {id(layer): path_of(each) for each in nested for layer in layers_of(each)}
