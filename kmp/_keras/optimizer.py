@@ -209,10 +209,13 @@ def rows_of(optimizer: Any, variables: Sequence[Variable]) -> list[int]:
 
 
 def rate_of_last_step(optimizer: Any) -> Tensor:
-    """`_learning_rate`, which may be a schedule; `learning_rate` is that of the next step."""
+    """`_learning_rate`, which may be a schedule; `learning_rate` is that of the next step.
+
+    Keras gives a schedule the number of calls of `apply`, micro-batches of an accumulation too.
+    """
     rate = optimizer._learning_rate
     if isinstance(rate, LearningRateSchedule):
-        rate = rate(ops.maximum(ops.convert_to_tensor(optimizer.iterations) - 1, 0))
+        rate = rate(ops.maximum(ops.convert_to_tensor(steps_of(optimizer)) - 1, 0))
     return ops.convert_to_tensor(rate)
 
 

@@ -9,7 +9,12 @@ from kmp._backend import backend
 from kmp._backend.types import Variable
 from kmp._keras import layers_of
 from kmp._keras.buffers import Buffer, buffers_of, still_there
-from kmp._keras.optimizer import inner_optimizer_of, is_loss_scale_optimizer, optimizers_of
+from kmp._keras.optimizer import (
+    inner_optimizer_of,
+    is_loss_scale_optimizer,
+    optimizers_of,
+    steps_of,
+)
 from kmp.precision.trees import all_finite
 from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.scaling.rules import DynamicLossScale
@@ -105,7 +110,7 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
         backend.from_host(variable, value)
     pairs = list(zip(_optimizers(model), snapshot.loss_scales, strict=True))
     if len(pairs) > 1:  # what `compile` has without an argument may never step
-        pairs = [(x, scale) for x, scale in pairs if _number(inner_optimizer_of(x).iterations)]
+        pairs = [(x, scale) for x, scale in pairs if _number(steps_of(inner_optimizer_of(x)))]
     changes = [(x, change) for x, scale in pairs for change in _lowered(x, scale, lr_factor)]
     return [f"{change} ({x.name})" if len(pairs) > 1 else change for x, change in changes]
 

@@ -17,6 +17,8 @@ import numpy as np
 
 from kmp._backend.types import Variable
 from kmp._common import number, scale_number, warn, whole_number
+from kmp._keras.optimizer import steps_of, trainable_variables_of
+from kmp.half_memory import build_inner
 from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
@@ -202,7 +204,8 @@ def _load_before_first_step(optimizer: Any, store: Mapping[str, Any], sizes: lis
     complete = sizes == _sizes(inner.variables).tolist()
     if not complete and (len(sizes) > len(_UNBUILT) or set(sizes) != {1}):
         raise _mismatch(optimizer, f"{len(sizes)} variables of other sizes", len(inner.variables))
-    if not complete and (int(optimizer.steps.numpy()) or int(inner.iterations.numpy())):
+    # `inner.iterations` is computed if gradients are accumulated, and 0 in the first window.
+    if not complete and (int(optimizer.steps.numpy()) or int(steps_of(inner).numpy())):
         warn(
             f"The state of {optimizer.name!r} is not loaded, and stays as it is: the file was "
             "saved before the optimizer's first step."
@@ -210,6 +213,8 @@ def _load_before_first_step(optimizer: Any, store: Mapping[str, Any], sizes: lis
         return
     if optimizer.built:
         _assign_all(optimizer, _initial_values(optimizer))
+        if not complete:
+            _begin_slots_again(optimizer)
     keys = set(store.keys())
     if "0" in keys and len(keys) == len(sizes):  # of a bare optimizer: the file has no inner one
         _load_unbuilt(inner, store)
@@ -222,6 +227,27 @@ def _initial_values(optimizer: Any) -> list[tuple[Variable, Any]]:
     scale, *_ = (own.pop(name, None) for name in ("dynamic_scale", "learning_rate", "sampling"))
     zeros = [(v, np.zeros(v.shape)) for v in own.values()]
     return [*zeros, (scale, optimizer.loss_scale.init().scale)]
+
+
+def _begin_slots_again(optimizer: Any) -> None:
+    """Give slots that begin as copies of the weights those that have just been loaded.
+
+    ScheduleFreeAdamW has such slots. When a model is loaded, its optimizer is built before the
+    weights are there; the first step would bring the weights back to what they were then.
+    """
+    inner = optimizer.inner_optimizer
+    try:
+        again = type(inner).from_config(inner.get_config())
+    except TypeError:  # a class of the user's without `get_config`
+        return
+
+    def add_counter(name: str, dtype: str) -> Variable:
+        return keras.Variable(0, dtype=dtype, trainable=False, name=name)
+
+    build_inner(again, trainable_variables_of(inner), optimizer.half_memory, add_counter)
+    for variable, fresh in zip(inner.variables, again.variables, strict=True):
+        if variable.name not in _UNBUILT:
+            variable.assign(fresh)
 
 
 def _expect_less_of_the_inner(inner: Any) -> None:

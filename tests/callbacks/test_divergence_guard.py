@@ -204,11 +204,14 @@ def test_gradients_that_overflow_for_ever_are_a_divergence():
 
 
 def test_all_optimizers_of_a_model_go_back():
-    """As a GAN has them; what `compile` has without an argument never steps."""
+    """As a GAN has them; what `compile` has without an argument never steps.
+
+    One has begun its first window of micro-batches, in which its `iterations` is 0.
+    """
     model = linear_model()
     weights = model.trainable_variables
     model.one = kmp.scaled("sgd", learning_rate=RATE, momentum=0.5)
-    model.two = keras.optimizers.SGD(RATE, momentum=0.5)
+    model.two = keras.optimizers.SGD(RATE, momentum=0.5, gradient_accumulation_steps=3)
     inner = (model.one.inner_optimizer, model.two)
 
     def step():

@@ -61,10 +61,13 @@ def test_a_learning_rate_of_nothing_in_bfloat16(memory):
     assert found.state == "STALLED" and "the learning rate is 0" in found.reason
 
 
-def test_a_schedule_that_ends_at_zero():
-    rate = keras.optimizers.schedules.PolynomialDecay(0.01, 20, end_learning_rate=0.0)
-    found = watched_run(kmp.scaled("sgd", learning_rate=rate)).verdict
-    assert found.state == "STALLED" and "schedule" in found.advice
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_schedule_that_ends_at_zero(window):
+    """Keras gives a schedule the number of micro-batches: 100 are 25 windows of 4."""
+    rate = keras.optimizers.schedules.PolynomialDecay(0.01, 100, end_learning_rate=0.0)
+    optimizer = kmp.scaled("sgd", learning_rate=rate, gradient_accumulation_steps=window)
+    found = watched_run(optimizer).verdict
+    assert found.state == "STALLED" and "schedule" in found.advice, str(found)
 
 
 def test_a_learning_rate_of_nothing_for_some_of_the_weights():

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from older import of_keras
 from oracle import few
 from processes import environment, run_all
 
@@ -18,6 +19,11 @@ INNER = {
     "sgd": lambda: keras.optimizers.SGD(0.125),
     "schedule": lambda: keras.optimizers.Nadam(
         keras.optimizers.schedules.ExponentialDecay(0.125, 2, 0.5)
+    ),
+    # Their `iterations` is computed, and no variable.
+    "accumulating": lambda: keras.optimizers.Adam(0.125, gradient_accumulation_steps=2),
+    "averaging": lambda: keras.optimizers.SGD(
+        0.125, momentum=0.5, gradient_accumulation_steps=2, use_ema=True
     ),
 }
 WRITERS = {
@@ -53,7 +59,7 @@ def assert_equal(received, expected):
         np.testing.assert_array_equal(got, x)
 
 
-@pytest.mark.parametrize("inner", few(INNER, "adam"))
+@pytest.mark.parametrize("inner", few(INNER, "adam", "accumulating"))
 def test_a_saved_model_loads_and_trains_as_the_one_that_was_saved(tmp_path, inner):
     model = make_model(kmp.scaled(INNER[inner](), 64.0))
     model.save(tmp_path / "model.keras")
@@ -68,7 +74,7 @@ def test_a_saved_model_loads_and_trains_as_the_one_that_was_saved(tmp_path, inne
 
 @pytest.mark.parametrize("reader_is_built", [False, True])
 @pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("inner", few(INNER, "adam"))
+@pytest.mark.parametrize("inner", few(INNER, "adam", "accumulating"))
 def test_weights_load_with_the_learning_rate(tmp_path, inner, writer, reader_is_built):
     model = make_model(WRITERS[writer](INNER[inner]()))
     if inner != "schedule":
@@ -123,6 +129,116 @@ def test_a_trained_optimizer_without_slots_goes_back_to_the_beginning(tmp_path):
     assert sampling.tolist() == [7, 0, 2, 2]  # as was asked
     model.optimizer.telemetry.sampling.assign([0, 0, 0, 0])
     assert_equal(state(model), expected)
+
+
+def test_micro_batches_that_a_bare_optimizer_has_accumulated_are_kept():
+    """They were taken before it was wrapped; within the first window its `iterations` is 0."""
+    file = {}
+    make_model(kmp.scaled(INNER["accumulating"]())).optimizer.save_own_variables(file)
+    model = built(make_model(INNER["accumulating"]()))
+    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    assert int(ops.convert_to_numpy(model.optimizer.iterations)) == 0
+    model.compile(kmp.scaled(model.optimizer), "mse")
+    before = state(built(model))
+    with pytest.warns(UserWarning, match="saved before the optimizer's first step"):
+        model.optimizer.load_own_variables(file)
+    assert_equal(state(model), before)
+
+
+class Subclassed(keras.Model):
+    """Its layer's name comes after `optimizer`, in whose order Keras loads."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.zz_dense = keras.layers.Dense(2)
+
+    def build(self, input_shape):
+        self.zz_dense.build(input_shape)
+
+    def call(self, x):
+        return self.zz_dense(x)
+
+
+MODELS = {
+    "sequential": lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]),
+    "subclassed": Subclassed,
+}
+
+
+@pytest.mark.parametrize("memory", few(["float32", "bfloat16", "masters"], "float32"))
+@pytest.mark.parametrize("kind", few(MODELS, "subclassed"))
+@pytest.mark.parametrize("name", few(["model.keras", "m.weights.h5"], "model.keras"))
+def test_slots_that_begin_with_the_weights(tmp_path, name, kind, memory):
+    """Those of a loaded model begin with its own weights, not with those it was made with."""
+    optimizer = of_keras("optimizers.ScheduleFreeAdamW")
+    keras.config.set_dtype_policy("float32" if memory == "float32" else "bfloat16")
+
+    def make(seed):
+        keras.utils.set_random_seed(seed)
+        model = MODELS[kind]()
+        model.build((None, 3))
+        wrapped = kmp.scaled(optimizer(0.125), master_weights=memory == "masters")
+        model.compile(wrapped, "mse", run_eagerly=BACKEND == "tensorflow")
+        return model
+
+    model = make(1)
+    if name == "model.keras":
+        model.save(tmp_path / name)
+        with keras.saving.custom_object_scope({"Subclassed": Subclassed}):
+            loaded = keras.models.load_model(tmp_path / name)
+    else:
+        model.save_weights(tmp_path / name)
+        loaded = built(make(2))
+        loaded.load_weights(tmp_path / name)
+    for each in (model, loaded):
+        fit(each)
+    for got, expected in zip(loaded.variables, model.variables, strict=True):
+        np.testing.assert_array_equal(
+            *(np.array(ops.convert_to_numpy(ops.cast(v, "float32"))) for v in (got, expected))
+        )
+
+
+def test_keras_still_begins_slots_with_weights_that_it_has_replaced(tmp_path):
+    """One step at a rate of 1e-6 moves the loaded weights back to where they were made."""
+    model = make_model(of_keras("optimizers.ScheduleFreeAdamW")(1e-6))
+    model.save(tmp_path / "model.keras")
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    before = ops.convert_to_numpy(loaded.variables[0])
+    fit(loaded)
+    assert np.abs(ops.convert_to_numpy(loaded.variables[0]) - before).max() > 0.01
+
+
+OTHERS = ("LossScaleOptimizer", "MultiOptimizer", "Optimizer")
+KERASS = [x for x in dir(keras.optimizers) if hasattr(getattr(keras.optimizers, x), "apply")]
+SETTINGS = {
+    "plain": {},
+    "all": {"gradient_accumulation_steps": 2, "use_ema": True, "ema_overwrite_frequency": 3},
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("policy", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", [x for x in KERASS if x not in OTHERS])
+def test_each_optimizer_of_keras_begins_as_it_was_saved(tmp_path, name, settings, policy):
+    keras.config.set_dtype_policy(policy)
+
+    def make():
+        inner = getattr(keras.optimizers, name)(0.125, **SETTINGS[settings])
+        return make_model(kmp.scaled(inner))
+
+    def floats(model):
+        values = (*model.variables, *model.optimizer.variables)
+        return [ops.convert_to_numpy(ops.cast(v, "float32")) for v in values]
+
+    model, reader = make(), built(make())
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "m.weights.h5")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    reader.load_weights(tmp_path / "m.weights.h5")
+    for each in (loaded, reader):
+        assert_equal(floats(each), floats(built(model)))
 
 
 @pytest.fixture
