@@ -276,7 +276,8 @@ class _CustomGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        inputs, kept = ctx.saved_tensors[: ctx.num_inputs], ctx.saved_tensors[ctx.num_inputs :]
+        saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` refuses a second read
+        inputs, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
         return None, None, *ctx.gradients_of(inputs, kept, gradients)
 
 
