@@ -1,6 +1,7 @@
 """Read on the host what the compiled step has measured, in a single transfer."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -91,28 +92,32 @@ class GradientReport:
         """Return a column of `matrix`, such as `"max_abs"`, as `{variable path: value}`."""
         if name not in COLUMNS:
             raise ValueError(f"`name` must be one of {COLUMNS}. Received: name={name!r}.")
-        return self._by_path(self.matrix[:, COLUMNS.index(name)])
+        return self._columns[name]
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, dict[str, float]]:
+        return {name: self._by_path(self.matrix[:, i]) for i, name in enumerate(COLUMNS)}
 
     def _by_path(self, values: np.ndarray) -> dict[str, float]:
         return dict(zip(self.paths, values.tolist(), strict=True))
 
-    @property
+    @functools.cached_property
     def grad_norm(self) -> float:
         """The l2 norm of the gradients of all variables, in true units."""
         return float(np.linalg.norm(self.matrix[:, L2_NORM].astype("float64")))
 
-    @property
+    @functools.cached_property
     def max_abs(self) -> float:
         """The largest absolute value of any gradient, in true units."""
         return float(self.matrix[:, MAX_ABS].max(initial=0.0))
 
-    @property
+    @functools.cached_property
     def headroom_bits(self) -> float:
         """How often the scale can double before `max_abs` leaves float16; inf if all are zero."""
         scaled = self.max_abs * self.loss_scale
         return math.log2(_FLOAT16_MAX / scaled) if 0 < scaled < math.inf else math.inf
 
-    @property
+    @functools.cached_property
     def overflowed(self) -> dict[str, int]:
         """The number of overflowing steps of each variable that had any, most often first.
 
@@ -121,7 +126,7 @@ class GradientReport:
         counts = reversed(self.column("overflow_steps").items())
         return {p: int(n) for p, n in sorted(counts, key=lambda x: -x[1]) if n}
 
-    @property
+    @functools.cached_property
     def exponents(self) -> dict[str, np.ndarray] | None:
         """float32[47] for each variable: how many sampled values of the scaled gradient are zero,
         lie in `[2**e, 2**(e + 1))` for e from -28 to 16, or are not finite. None if not measured.
@@ -130,13 +135,13 @@ class GradientReport:
             return None
         return dict(zip(self.paths, self.details[:, len(_sample.COLUMNS) :], strict=True))
 
-    @property
+    @functools.cached_property
     def degraded_share(self) -> dict[str, float]:
         """Share of each gradient's non-zero values that lose bits in float16 at the current scale:
         they are below its smallest normal number, 2**-14. Empty if not measured."""
         return self._share_below(-14)
 
-    @property
+    @functools.cached_property
     def lost_share(self) -> dict[str, float]:
         """Share of each gradient's non-zero values that float16 would round to zero at the current
         scale: they are below 2**-25. Empty if not measured. Values that a float16 layer has
@@ -150,17 +155,17 @@ class GradientReport:
         below = finite[:, : exponent - _sample.LOWEST].sum(axis=1)
         return self._by_path(below / np.maximum(finite.sum(axis=1), 1))
 
-    @property
+    @functools.cached_property
     def weight_norm(self) -> dict[str, float]:
         """The l2 norm of each variable, estimated from a sample. Empty if not measured."""
         return self._detail(_sample.WEIGHT_NORM)
 
-    @property
+    @functools.cached_property
     def unmoved_share(self) -> dict[str, float]:
         """Share of each variable's non-zero gradients whose weight the step did not change."""
         return self._detail(_sample.UNMOVED_SHARE)
 
-    @property
+    @functools.cached_property
     def update_ratio(self) -> dict[str, float]:
         """log10(update norm / weight norm), healthy near -3, if both are finite and not zero.
 
