@@ -5,7 +5,7 @@ from typing import Any
 
 from kmp._common import warn
 from kmp._keras import layers_of
-from kmp.callbacks.verdict.standstill import Weight, significant
+from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Limits, Verdict
 from kmp.health.report import GradientReport
 from kmp.scaling.arguments import scales
@@ -31,15 +31,16 @@ class Alarms:
             self._said.add(verdict.state)
             warn(f"Step {report.step}: {verdict}")
 
-    def of_gradients(self, report: GradientReport, weights: Mapping[str, Weight]) -> None:
-        """Warn of gradients that overflowed, vanish or explode, since the report before."""
+    def of_gradients(self, look: Observation) -> None:
+        """Warn of gradients that overflowed, vanish or explode, since the look before."""
+        report, weights = look.report, look.weights
         new = [e for e in report.events if e.step > self._step and e.loss_finite]
         self._step = report.step
         if new:  # of a loss that is not finite the verdict tells more
             self._overflow(report)
         norms, zeros = report.column("l2_norm"), report.column("zero_share")
         # A variable without a gradient has a row of zeros: not even its zeros are counted.
-        known = set(significant(report, weights))
+        known = set(look.significant)
         # If all are zero the loss is flat there, as a hinge is, or weights of samples are zero. On
         # JAX what is connected to nothing has zeros as well.
         vague = not report.grad_norm

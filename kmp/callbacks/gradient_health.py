@@ -1,6 +1,5 @@
 """`GradientHealth`: the optimizer's measurements in logs, warnings and TensorBoard."""
 
-import collections
 import math
 import numbers
 import os
@@ -9,25 +8,19 @@ from typing import Any, Literal
 
 import keras
 
-from kmp._keras import layers_of, own_weights
 from kmp.callbacks import arguments
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
 from kmp.callbacks.curves import readings
 from kmp.callbacks.curves.outlets import Outlets
-from kmp.callbacks.learning_rates import highest_rate, weight_decay
 from kmp.callbacks.order import come_first
 from kmp.callbacks.protection import Claim, protect_fit, release
-from kmp.callbacks.verdict.evidence import Evidence
-from kmp.callbacks.verdict.judging import judge
-from kmp.callbacks.verdict.spoiled import Spoilage, Spoiled
-from kmp.callbacks.verdict.standstill import Silence, Standstill, Weight, networks_of
+from kmp.callbacks.verdict.detectors import detectors, judge
+from kmp.callbacks.verdict.observation import Observation, Run
 from kmp.callbacks.verdict.states import Limits, Verdict, checked_limits
 from kmp.health.report import GradientReport, read_report
-from kmp.health.telemetry import FIRST_STEPS, kept_sampling
+from kmp.health.telemetry import kept_sampling
 from kmp.scaling.optimizer import LossScaleOptimizer
-
-_WINDOW = 200  # steps that a verdict looks back on
 
 
 class GradientHealth(keras.callbacks.Callback):
@@ -132,13 +125,10 @@ class GradientHealth(keras.callbacks.Callback):
         """Forget what another optimizer has measured, or this one in another run."""
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
-        self._ratio, self._least_norm = math.nan, math.inf
+        self._ratio = math.nan  # log10 of update over weight
         self._told = ""  # the state that was printed last
         self._optimizer, self._cadence = optimizer, Cadence(self._every, step)
-        self._alarms, self._spoilage = Alarms(self.limits), Spoilage()
-        self._past: collections.deque[GradientReport] = collections.deque()
-        self._silence = Silence(self._decay)  # a lambda could not be pickled
-        self._update_ratios: collections.deque[float] = collections.deque(maxlen=10)
+        self._alarms, self._detectors = Alarms(self.limits), detectors()
 
     def set_model(self, model):
         super().set_model(model)
@@ -155,12 +145,11 @@ class GradientHealth(keras.callbacks.Callback):
         went_back = self.report is not None and step < self.report.step  # a checkpoint was loaded
         if optimizer is not self._optimizer or went_back:
             self._begin(optimizer, step)
-        self._standstill = Standstill(optimizer.gradient_accumulation_steps or 1)
+        for detector in self._detectors:
+            detector.begin_fit()
         self._cadence.epoch_start, self._epoch_steps = step, 1
-        # What happened before is not this run's.
-        self._past = collections.deque([report] if report and report.step else [])
-        self._epoch_start = report
-        self._networks = networks_of(self._trained)
+        self._fit_start = self._epoch_start = report
+        self._run = Run(self._trained, optimizer)
         self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
         # The steps measure for all who watch this optimizer: as often as the most frequent asks.
         watching = [self, *(x for x in others if isinstance(x, GradientHealth))]
@@ -186,7 +175,7 @@ class GradientHealth(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self._outlets.begin_epoch()
         self._worst: Verdict | None = None
-        self._synced()
+        self._run.sync()
         if self._optimizer.built:
             # If Keras does not know: as in the epoch before; in the first epoch, one step.
             steps = (self.params or {}).get("steps") or self._epoch_steps
@@ -207,7 +196,7 @@ class GradientHealth(keras.callbacks.Callback):
             found = readings.numbers(report, self.verdict, self._ratio)
             logs.update({f"{self.prefix}{name}": found[name] for name in self.logs})
         if self.log_dir is not None:
-            self._synced()  # the learning rate may depend on the step
+            self._run.sync()  # the learning rate may depend on the step
         self._outlets.end_epoch(epoch, logs)
         if self.verbose and self.verdict and self.verdict.state != self._told:
             self._told = self.verdict.state
@@ -221,80 +210,33 @@ class GradientHealth(keras.callbacks.Callback):
         return read_report(optimizer, self._trained) if optimizer.built else None
 
     def _look(self, losses: Mapping[str, Any] | None = None) -> GradientReport | None:
+        """Look at the run; `losses` are those of an epoch that ends."""
         report = self._read(self._optimizer)
         if report is None or (self.report and self.report.step == report.step):
             return report
-        layers = layers_of(self._trained)
-        self.report, weights = report, self._weights(layers)
-        self._ratio = ratio = readings.update_ratio(report, weights)
-        if math.isfinite(ratio) and report.step > FIRST_STEPS:  # weights may begin at zero
-            self._update_ratios.append(ratio)
-            self._least_norm = min(self._least_norm, report.grad_norm)
-        spoiled = self._spoilage.look(
-            self._trained, layers, self._optimizer, report, weights, self._rate, losses is not None
-        )
-        verdict = self._judge(report, weights, spoiled, losses or {})
+        look = self._observe(report, losses)
+        verdict = judge(self._detectors, look)
         # The verdict is on the whole epoch: one good look takes nothing back.
         if self._worst is None or verdict.code >= self._worst.code:
             self._worst = verdict
-        self.verdict = self._worst
-        self._past.append(report)
+        self.report, self.verdict, self._ratio = report, self._worst, look.update_ratio
         self._alarms.of_verdict(report, self.verdict)
-        self._alarms.of_gradients(report, weights)
-        self._outlets.look(report, self.verdict, ratio)
+        self._alarms.of_gradients(look)
+        self._outlets.look(report, self.verdict, look.update_ratio)
         return report
 
-    def _judge(
-        self,
-        report: GradientReport,
-        weights: Mapping[str, Weight],
-        spoiled: Sequence[Spoiled],
-        losses: Mapping[str, float],
-    ) -> Verdict:
-        optimizer = self._optimizer
-        evidence = Evidence(
-            report=report,
-            start=self._epoch_start,
-            settled=self._settled(report),
+    def _observe(self, report: GradientReport, losses: Mapping[str, Any] | None) -> Observation:
+        optimizer, layers = self._optimizer, self._run.layers()
+        return Observation(
+            report,
+            run=self._run,
+            epoch_start=self._epoch_start,
+            fit_start=self._fit_start,
+            losses=losses,
+            layers=layers,
+            weights=self._run.weights(layers),
             rule=optimizer.loss_scale,
             limits=self.limits,
-            weights=weights,
-            update_ratios=list(self._update_ratios),
-            least_norm=self._least_norm,
-            still=self._standstill.see(report, weights),
-            silent=self._silence.see(report, weights),
-            learning_rate=self._rate,
-            spoiled=spoiled,
-            losses=losses,
+            window=optimizer.gradient_accumulation_steps or 1,
             drops_windows=optimizer.on_overflow == "drop_window",
         )
-        return judge(evidence)
-
-    def _synced(self) -> Any:
-        """The optimizer, when JAX's state is out of the loop and in its variables."""
-        _ = self.model
-        return self._optimizer
-
-    def _rate(self, paths: Sequence[str]) -> float:
-        return highest_rate(self._synced(), paths)
-
-    def _decay(self) -> float:
-        return weight_decay(self._synced())
-
-    def _settled(self, report: GradientReport) -> GradientReport | None:
-        """The first report of the window in which the scale is no longer being calibrated."""
-        while len(self._past) > 1 and self._past[1].step <= report.step - _WINDOW:
-            self._past.popleft()
-        settled = [past for past in self._past if past.step >= FIRST_STEPS]
-        return settled[0] if settled else None
-
-    def _weights(self, layers: Sequence[keras.Layer]) -> dict[str, Weight]:
-        """The trainable variables, by their paths."""
-        rarely, found = self._optimizer.moves_rarely, {}
-        for layer in layers:
-            network = self._networks.get(id(layer), "")
-            for v in own_weights(layer):
-                found[v.path] = Weight(
-                    layer.path, layer.compute_dtype, v.dtype, len(v.shape) > 1, rarely(v), network
-                )
-        return found

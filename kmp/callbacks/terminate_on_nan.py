@@ -10,7 +10,7 @@ from kmp.callbacks.cadence import Cadence
 from kmp.callbacks.order import come_first
 from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
 from kmp.callbacks.protection import Claim, protect_fit, release
-from kmp.callbacks.verdict.spoiled import lost_state
+from kmp.callbacks.verdict.observation import nonfinite_state
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 
@@ -109,7 +109,7 @@ class TerminateOnNaN(keras.callbacks.Callback):
             warn(f"{self.stopped_because} Training stops.")
 
     def _reason_at_epoch_end(self) -> str | None:
-        lost = lost_state(self._trained, layers_of(self._trained), self._trained.optimizer)
+        lost = nonfinite_state(self._trained, layers_of(self._trained), self._trained.optimizer)
         if not lost:
             return None
         more = f" {len(lost) - 1} more variables are affected." if lost[1:] else ""

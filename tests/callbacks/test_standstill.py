@@ -6,10 +6,12 @@ import pytest
 from keras import ops
 from older import of_keras
 from oracle import few
+from reports import look_at
 
 import kmp
 from kmp.callbacks import GradientHealth
-from kmp.callbacks.verdict.standstill import Silence, Still, Weight
+from kmp.callbacks.verdict.observation import Weight
+from kmp.callbacks.verdict.zero_gradients import ZeroGradients
 from kmp.health.details import WEIGHT_NORM
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without")
@@ -172,9 +174,21 @@ def test_half_of_the_weights_have_no_gradient(optimizer, policy):
 def test_a_weight_without_a_gradient_that_something_moves(norms, decay, rests):
     """An expert that other batches call, or the copy of a network; and weight decay, which is no
     learning."""
-    silence, weights = Silence(lambda: decay), {"a": Weight("a"), "b": Weight("b")}
-    found = [silence.see(of_two(100 * i, norm), weights) for i, norm in enumerate(norms, 1)][-1]
-    assert found == (Still(["b"], 2, 3, 200) if rests else None)
+    weights = {"a": Weight("a"), "b": Weight("b")}
+    seen = [of_two(100 * i, norm) for i, norm in enumerate(norms, 1)]
+    found = silence(seen, weights, decay)[-1]
+    assert bool(found) == rests
+    if found:
+        assert "1 of 2 weights, biases aside, were exactly zero in 3 looks over 200 steps (b)" in (
+            found.reason
+        )
+
+
+def silence(reports, weights, decay=0.0):
+    """What `ZeroGradients` says of each report."""
+    detector = ZeroGradients()
+    looks = [look_at(report, weight_decay=decay, weights=weights) for report in reports]
+    return [detector.see(look) for look in looks]
 
 
 def of_two(step, weight_norm):
@@ -185,9 +199,10 @@ def of_two(step, weight_norm):
 
 
 def test_a_loss_without_a_gradient_from_the_first_step_on():
-    silence, weights = Silence(), {"kernel": Weight("dense")}
-    seen = [silence.see(report(step, 0.0), weights) for step in (10, 20, 30, 40)]
-    assert seen[:2] == [None, None] and seen[2] == Still(["kernel"], 1, 3, 20)
+    reports = [report(step, 0.0) for step in (10, 20, 30, 40)]
+    seen = silence(reports, {"kernel": Weight("dense")})
+    assert seen[:2] == [None, None]
+    assert "all 1 weights, biases aside, were exactly zero in 3 looks over 20" in seen[2].reason
 
 
 @pytest.mark.parametrize(
@@ -195,9 +210,8 @@ def test_a_loss_without_a_gradient_from_the_first_step_on():
 )
 def test_gradients_that_are_zero_in_sound_runs(norms, skips):
     """A hinge loss that is satisfied; weights that begin at zero; steps that were skipped."""
-    silence, weights = Silence(), {"kernel": Weight("dense")}
-    for i, norm in enumerate(norms, 1):
-        assert silence.see(report(100 * i, norm, skips * i), weights) is None
+    reports = [report(100 * i, norm, skips * i) for i, norm in enumerate(norms, 1)]
+    assert not any(silence(reports, {"kernel": Weight("dense")}))
 
 
 def report(step, norm, skips=0):

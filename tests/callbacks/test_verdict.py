@@ -7,12 +7,11 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from reports import look_at, verdict_on
 
 import kmp
 from kmp.callbacks import GradientHealth, Limits
-from kmp.callbacks.verdict.evidence import Evidence
-from kmp.callbacks.verdict.judging import judge
-from kmp.callbacks.verdict.standstill import Weight
+from kmp.callbacks.verdict.observation import Weight
 from kmp.callbacks.verdict.states import STATES
 from kmp.health.details import BINS, COLUMNS
 from kmp.health.report import OverflowEvent
@@ -154,8 +153,8 @@ def report(norms, zeros=(), details=None, loss_scale=1.0):
 
 def judged(report, rule=None, **arguments):
     rule = rule or kmp.StaticLossScale(1.0)
-    return judge(
-        Evidence(report, rule=rule, limits=Limits(**arguments), weights=half(report.paths))
+    return verdict_on(
+        look_at(report, rule=rule, limits=Limits(**arguments), weights=half(report.paths))
     )
 
 
@@ -187,7 +186,8 @@ def test_gradients_of_zero_that_nothing_has_lost(rest, layers, state):
     """A float32 layer that has gradients of zero too tells a flat loss from a lost gradient."""
     zeros = report([0.0, rest], zeros=[1, 1 - rest])
     rule = kmp.StaticLossScale(1.0)
-    assert judge(Evidence(zeros, rule=rule, weights=half(zeros.paths[:layers]))).state == state
+    look = look_at(zeros, rule=rule, weights=half(zeros.paths[:layers]))
+    assert verdict_on(look).state == state
 
 
 def test_a_share_of_zeros_that_was_rounded():
@@ -212,13 +212,12 @@ def test_an_epoch_of_skipped_steps_at_a_fixed_scale(steps, state):
 
 def test_two_skipped_steps_at_the_beginning_of_an_epoch_at_a_fixed_scale():
     event = OverflowEvent(102, 1.0, "w", 1, True)
-    evidence = Evidence(of_norm(102, 1.0, 0.0), rule=kmp.NoOpLossScale(), start=of_norm(100, 1, 0))
     report = dataclasses.replace(
-        evidence.report, skipped_steps=2, consecutive_skips=2, events=(event,)
+        of_norm(102, 1.0, 0.0), skipped_steps=2, consecutive_skips=2, events=(event,)
     )
-    evidence = dataclasses.replace(evidence, report=report)
-    assert judge(evidence).state == "HEALTHY"
-    assert judge(dataclasses.replace(evidence, losses={"loss": 1.0})).state == "COLLAPSED"
+    look = look_at(report, rule=kmp.NoOpLossScale(), epoch_start=of_norm(100, 1, 0))
+    assert verdict_on(look).state == "HEALTHY"
+    assert verdict_on(dataclasses.replace(look, losses={"loss": 1.0})).state == "COLLAPSED"
 
 
 def test_two_skipped_steps_of_many_at_a_fixed_scale():
@@ -243,8 +242,9 @@ def after(step, skips):
 def test_overflows_are_told_from_those_that_the_scale_costs_itself(rule, own):
     def state(skips):
         settled = after(200, 0)
-        seen = Evidence(after(400, skips), settled, settled, rule=kmp.DynamicLossScale(**rule))
-        return judge(seen).state
+        before = {"fit_start": settled, "epoch_start": settled}
+        seen = look_at(after(400, skips), rule=kmp.DynamicLossScale(**rule), **before)
+        return verdict_on(seen).state
 
     assert state(own) == "HEALTHY"
     assert state(180) == "UNSTABLE"
@@ -316,7 +316,7 @@ def test_what_is_said_of_a_collapsed_scale_is_true_of_its_rule(rule, scale, said
     event = OverflowEvent(500, scale, "conv/kernel", 1, True)
     matrix = np.zeros((1, 5), "float32")
     seen = kmp.GradientReport(("conv/kernel",), matrix, scale, 500, 12, 12, (event,))
-    found = judge(Evidence(seen, rule=rule))
+    found = verdict_on(look_at(seen, rule=rule))
     assert found.state == "COLLAPSED" and found.reason.endswith(said)
     assert re.search(advice, found.advice)
 
@@ -385,8 +385,8 @@ def test_weights_that_an_update_has_lost():
 
 def test_updates_that_are_too_large():
     def found(looks):
-        rule, ratios = kmp.DynamicLossScale(), [-0.5] * looks
-        return judge(Evidence(report([1.0]), rule=rule, update_ratios=ratios))
+        seen = [of_norm(500 + i, 1.0, 10**-0.5) for i in range(looks)]
+        return verdict_on(*(look_at(x, rule=kmp.DynamicLossScale()) for x in seen))
 
     assert found(10).state == "UNSTABLE" and "0.32 of their norm" in found(10).reason
     assert found(9).state == "HEALTHY"
@@ -416,8 +416,9 @@ def of_norm(step, norm, update):
 def test_large_gradients_are_sound_if_they_were_so_and_move_the_weights_as_usual(
     before, norm, update, state
 ):
-    seen, least = of_norm(400, norm, update), before or np.inf
-    found = judge(Evidence(seen, least_norm=least, rule=kmp.NoOpLossScale()))
+    seen = [of_norm(300, before, 1e-3)] if before else []
+    seen.append(of_norm(400, norm, update))
+    found = verdict_on(*(look_at(x, rule=kmp.NoOpLossScale()) for x in seen))
     assert found.state == state, str(found)
     assert state == "HEALTHY" or found.blame == "a"
 
@@ -428,13 +429,11 @@ def test_zeros_next_to_a_large_gradient_are_not_lost_ones(of_head, state):
     matrix = np.float32([[0, 0, 1, 0, 0], [of_head, of_head, 0, 0, 0]])
     seen = kmp.GradientReport(("half/kernel", "head/kernel"), matrix, 2.0**15, 500, 0, 0)
     weights = {"half/kernel": Weight("half", "float16"), "head/kernel": Weight("head")}
-    found = judge(Evidence(seen, rule=kmp.DynamicLossScale(), weights=weights))
+    found = verdict_on(look_at(seen, rule=kmp.DynamicLossScale(), weights=weights))
     assert found.state == state, str(found)
 
 
 @pytest.mark.parametrize("update, state", [(1e-3, "HEALTHY"), (10.0, "UNSTABLE")])
 def test_an_update_of_now_counts_however_small_the_last_ones_were(update, state):
-    evidence = Evidence(
-        of_norm(400, 1e6, update), update_ratios=[-3.0] * 3, rule=kmp.NoOpLossScale()
-    )
-    assert judge(evidence).state == state
+    seen = [of_norm(step, 1e6, 1e-3) for step in (300, 310, 320)] + [of_norm(400, 1e6, update)]
+    assert verdict_on(*(look_at(x, rule=kmp.NoOpLossScale()) for x in seen)).state == state

@@ -1,12 +1,10 @@
 """What `GradientHealth` tells of a look: in the logs of an epoch, and to `on_report`."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from kmp.callbacks.verdict.standstill import Weight
 from kmp.callbacks.verdict.states import Grade, Verdict
 from kmp.health.report import GradientReport
 
@@ -55,14 +53,6 @@ def flat(report: GradientReport, verdict: Verdict, update_ratio: float) -> dict[
         found |= {f"{name}/{path}": x for path, x in report.column(column).items()}
     found |= {f"update_ratio/{path}": x for path, x in report.update_ratio.items()}
     return found
-
-
-def update_ratio(report: GradientReport, weights: Mapping[str, Weight]) -> float:
-    """The median over the matrices; over all variables if there are none. NaN if unknown."""
-    ratios = report.update_ratio
-    matrices = [x for p, x in ratios.items() if p in weights and weights[p].is_matrix]
-    chosen = matrices or list(ratios.values())
-    return float(np.median(chosen)) if chosen else math.nan
 
 
 def _mean(shares: dict[str, float]) -> float:

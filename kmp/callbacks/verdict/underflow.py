@@ -1,12 +1,12 @@
-"""The verdict UNDERFLOW: float16 loses gradients at a loss scale that could be higher."""
+"""The detector of underflow: float16 loses gradients at a loss scale that could be higher."""
 
 import math
 from typing import Any
 
 import numpy as np
 
-from kmp.callbacks.verdict.evidence import Evidence
-from kmp.callbacks.verdict.standstill import significant
+from kmp.callbacks.verdict.detector import Detector
+from kmp.callbacks.verdict.observation import Observation, significant
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
 from kmp.scaling.amax import AmaxLossScale
@@ -15,39 +15,43 @@ from kmp.scaling.rules import DynamicLossScale
 _LARGE = 2.0**10  # a scaled gradient of 34 bits above the smallest number of float16
 
 
-def underflow(evidence: Evidence) -> Verdict | None:
-    """The verdict UNDERFLOW, if that is what the evidence shows."""
-    report, limits = evidence.report, evidence.limits
-    if report.headroom_bits <= limits.spare_bits:
-        return None  # a higher scale would overflow
-    half = {p: x for p, x in evidence.weights.items() if x.compute_dtype == "float16"}
-    advice = _higher_scale(report, evidence.rule)
-    watched = significant(report, half)
-    norms, zeros = report.column("l2_norm"), report.column("zero_share")
-    # Where float32 layers have gradients of zero too, nobody has lost them: the loss is flat, by
-    # weights of zero or a satisfied hinge. Where theirs are large, a layer in between is dead: so
-    # many bits are not lost at once. (Of a mean over a million pixels, each brings a small part.)
-    lossless = [path for path in report.paths if path not in half]
-    scaled = report.max_abs * report.loss_scale
-    is_flat = bool(lossless) and (not report.grad_norm or scaled >= _LARGE)
-    # On TensorFlow the share of n zeros in n numbers may round to less than 1.
-    if watched and not is_flat and all(zeros[path] and not norms[path] for path in watched):
-        reason = "every gradient of the float16 layers is exactly zero"
-        return Verdict("UNDERFLOW", watched[-1], reason, advice)
-    if report.details is None:
+class Underflow(Detector):
+    """UNDERFLOW: float16 loses gradients at a loss scale that could be higher."""
+
+    def see(self, look: Observation) -> Verdict | None:
+        report, limits = look.report, look.limits
+        if report.headroom_bits <= limits.spare_bits:
+            return None  # a higher scale would overflow
+        half = {p: x for p, x in look.weights.items() if x.compute_dtype == "float16"}
+        advice = _higher_scale(report, look.rule)
+        watched = significant(report, half)
+        norms, zeros = report.column("l2_norm"), report.column("zero_share")
+        # If float32 layers have gradients of zero too, nobody has lost them: the loss is flat, by
+        # weights of zero or a satisfied hinge. If theirs are large, a layer in between is dead: so
+        # many bits are not lost at once. (Each of a million pixels adds a small part to a mean.)
+        lossless = [path for path in report.paths if path not in half]
+        scaled = report.max_abs * report.loss_scale
+        is_flat = bool(lossless) and (not report.grad_norm or scaled >= _LARGE)
+        # On TensorFlow the share of n zeros in n numbers may round to less than 1.
+        if watched and not is_flat and all(zeros[path] and not norms[path] for path in watched):
+            reason = "every gradient of the float16 layers is exactly zero"
+            return Verdict("UNDERFLOW", watched[-1], reason, advice)
+        if report.details is None:
+            return None
+        lost_share, degraded_share = report.lost_share, report.degraded_share  # all variables' each
+        lost = {path: lost_share[path] for path in watched}
+        degraded = {path: degraded_share[path] for path in watched}
+        worst = max(lost, key=lambda path: lost[path], default="")
+        if worst and lost[worst] > limits.max_lost_share:
+            share = f"{lost[worst]:.2%} of the gradient would be rounded to zero in float16"
+            return Verdict("UNDERFLOW", worst, share, advice)
+        if degraded and float(np.mean(list(degraded.values()))) > limits.max_degraded_share:
+            worst = max(degraded, key=lambda path: degraded[path])
+            share = (
+                f"{degraded[worst]:.1%} of the gradient has fewer bits in float16 than it should"
+            )
+            return Verdict("UNDERFLOW", worst, share, advice)
         return None
-    lost_share, degraded_share = report.lost_share, report.degraded_share  # all variables' each
-    lost = {path: lost_share[path] for path in watched}
-    degraded = {path: degraded_share[path] for path in watched}
-    worst = max(lost, key=lambda path: lost[path], default="")
-    if worst and lost[worst] > limits.max_lost_share:
-        share = f"{lost[worst]:.2%} of the gradient would be rounded to zero in float16"
-        return Verdict("UNDERFLOW", worst, share, advice)
-    if degraded and float(np.mean(list(degraded.values()))) > limits.max_degraded_share:
-        worst = max(degraded, key=lambda path: degraded[path])
-        share = f"{degraded[worst]:.1%} of the gradient has fewer bits in float16 than it should"
-        return Verdict("UNDERFLOW", worst, share, advice)
-    return None
 
 
 def _higher_scale(report: GradientReport, rule: Any) -> str:

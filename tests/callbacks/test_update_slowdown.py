@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from linear_runs import SPE
 from oracle import few
+from reports import look_at
 
 import kmp
-from kmp.callbacks.verdict.pace import Pace
-from kmp.callbacks.verdict.spoiled import Spoilage
-from kmp.callbacks.verdict.standstill import Weight
+from kmp.callbacks.verdict.observation import Weight
+from kmp.callbacks.verdict.update_slowdown import UpdateSlowdown
 from kmp.health.details import BINS, COLUMNS
 
 WEIGHTS = {"a/kernel": Weight("a"), "b/kernel": Weight("b"), "b/bias": Weight("b", is_matrix=False)}
@@ -91,54 +91,53 @@ def report(step, update, grad_norm=1.0):
     ],
 )
 def test_updates_are_compared_at_the_same_rate_and_gradient(case, update, grad_norm, rate, seen):
-    pace = Pace()
-    assert pace.see(report(99, 1e-3), WEIGHTS, lambda paths: 0.1) is None
-    found = pace.see(report(99, update, grad_norm), WEIGHTS, lambda paths: rate)
-    assert found == seen or (found[0] == "a/kernel" and found[1].startswith(seen))
+    detector = UpdateSlowdown()
+    assert detector.see(at_epoch_end(report(99, 1e-3), rate=0.1)) is None
+    found = detector.see(at_epoch_end(report(99, update, grad_norm), rate))
+    assert bool(found) == bool(seen)
+    if found:
+        assert found.blame == "a/kernel" and found.reason.startswith(seen)
+
+
+def at_epoch_end(report, rate=0.1, **kwargs):
+    return look_at(report, learning_rate=rate, weights=WEIGHTS, **{"losses": {}, **kwargs})
 
 
 def test_updates_that_float32_rounds_are_not_compared():
-    pace = Pace()
-    assert pace.see(report(99, 3e-7), WEIGHTS, lambda paths: 0.1) is None
-    assert pace.see(report(99, 3e-9), WEIGHTS, lambda paths: 0.1) is None
+    detector = UpdateSlowdown()
+    assert detector.see(at_epoch_end(report(99, 3e-7))) is None
+    assert detector.see(at_epoch_end(report(99, 3e-9))) is None
 
 
 def test_what_was_slow_is_not_what_later_reports_are_compared_with():
-    pace = Pace()
+    detector = UpdateSlowdown()
     updates = [1e-3, 1e-5, 1e-5, 1e-5, 1e-5, 1e-3]
-    found = [pace.see(report(99, x), WEIGHTS, lambda paths: 0.1) for i, x in enumerate(updates)]
+    found = [detector.see(at_epoch_end(report(99, x))) for x in updates]
     assert [x is not None for x in found] == [False, True, True, True, True, False]
 
 
 def test_a_slow_decline_is_sound():
     """As Adagrad's over many epochs: the last three are compared."""
-    pace = Pace()
-    assert not any(pace.see(report(99, 1e-2 / 2**i), WEIGHTS, lambda paths: 0.1) for i in range(10))
+    detector = UpdateSlowdown()
+    assert not any(detector.see(at_epoch_end(report(99, 1e-2 / 2**i))) for i in range(10))
 
 
 def test_no_learning_rate_is_asked_for_where_nothing_has_moved():
-    assert Pace().see(report(1, 0.0), {}, lambda paths: 1 / 0) is None
+    look = look_at(report(1, 0.0), learning_rate=lambda: 1 / 0, weights=WEIGHTS, losses={})
+    assert UpdateSlowdown().see(look) is None
 
 
 def test_what_adagrad_sums_up_in_a_long_epoch_is_sound():
-    pace = Pace()
-    assert pace.see(report(150, 1e-2), WEIGHTS, lambda paths: 0.1) is None
+    detector = UpdateSlowdown()
+    assert detector.see(at_epoch_end(report(150, 1e-2))) is None
     later = report(200_000, 1e-2 / np.sqrt(200_000 / 150))  # 37 times smaller
-    assert pace.see(later, WEIGHTS, lambda paths: 0.1) is None
+    assert detector.see(at_epoch_end(later)) is None
 
 
 def test_an_epoch_that_ends_in_a_step_without_an_update():
     """As with gradient accumulation: the last update of the epoch counts."""
-    spoilage, optimizer = Spoilage(), kmp.scaled("sgd", learning_rate=0.1)
-    optimizer.build([keras.Variable([1.0])])
-
-    def look(step, update, at_end):
-        seen = report(step, update)
-        rest = WEIGHTS, lambda paths: 0.1, at_end
-        return spoilage.look(None, [], optimizer, seen, *rest)
-
-    assert not look(150, 1e-3, False)
-    assert not look(200, 1e-5, False)
-    (found,) = look(210, 0.0, True)
-    assert found.path == "a/kernel"
-    assert not look(400, 0.0, True)  # nothing has moved in this epoch
+    detector = UpdateSlowdown()
+    assert not detector.see(at_epoch_end(report(150, 1e-3), losses=None))
+    assert not detector.see(at_epoch_end(report(200, 1e-5), losses=None))
+    assert detector.see(at_epoch_end(report(210, 0.0))).blame == "a/kernel"
+    assert not detector.see(at_epoch_end(report(400, 0.0)))  # nothing has moved in this epoch

@@ -3,11 +3,11 @@
 import keras
 import numpy as np
 import pytest
+from reports import look_at
 
 import kmp
-from kmp.callbacks.verdict.evidence import Evidence
-from kmp.callbacks.verdict.judging import judge
-from kmp.callbacks.verdict.standstill import Weight
+from kmp.callbacks.verdict.observation import Weight
+from kmp.callbacks.verdict.vanished_weights import VanishedWeights
 from kmp.health.details import BINS, COLUMNS
 
 
@@ -52,8 +52,8 @@ def test_half_of_the_matrices_must_have_decayed(norms, state):
     health = np.ones((len(paths), 5), "float32")
     report = kmp.GradientReport(tuple(paths), health, 1024.0, 200, 0, 0, details=details)
     weights = {x: Weight(x, "float32", is_matrix="kernel" in x) for x in paths}
-    verdict = judge(Evidence(report, rule=kmp.DynamicLossScale(), weights=weights))
-    assert verdict.state == state, str(verdict)
+    verdict = VanishedWeights().see(look_at(report, weights=weights))
+    assert (verdict.state if verdict else "HEALTHY") == state, str(verdict)
 
 
 @pytest.mark.parametrize("initializer", ["glorot_uniform", "zeros"])

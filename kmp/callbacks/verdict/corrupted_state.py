@@ -1,0 +1,63 @@
+"""Detectors of state other than weights that a bad batch has ruined: moving statistics, slots.
+
+A huge but finite batch can have finite gradients, so its step is applied. It can leave a moving
+variance or a slot at inf for good, or at a value that thousands of good batches cannot correct.
+"""
+
+import math
+
+from kmp.callbacks.verdict.detector import Detector
+from kmp.callbacks.verdict.observation import Corrupted, Observation
+from kmp.callbacks.verdict.states import Verdict
+from kmp.health.telemetry import FIRST_STEPS
+
+# How many times as large a moving variance may be as at the last look. One batch, with a momentum
+# of 0.99, has to be a thousand times as large as the others.
+_GROWTH = 1e4
+
+
+class NonfiniteState(Detector):
+    """UNSTABLE: moving statistics, slots or averaged weights hold inf or NaN.
+
+    They are read at the end of each epoch.
+    """
+
+    def see(self, look: Observation) -> Verdict | None:
+        return corrupted(look.nonfinite_state)
+
+
+class RuinedVariance(Detector):
+    """UNSTABLE: a batch normalization's moving variance has grown too fast between looks."""
+
+    def __init__(self):
+        self._sound: dict[tuple[int, str], float] = {}  # the largest, by place and path
+
+    def see(self, look: Observation) -> Verdict | None:
+        found = []
+        for i, (path, now, epsilon) in enumerate(look.moving_variances):
+            before = self._sound.get((i, path), now)
+            if now + epsilon > _GROWTH * (before + epsilon):  # which stays the reference
+                name = path.split("/")[-1]
+                reason = f"{name} has grown from {before:.3g} to {now:.3g} at its largest"
+                found.append(Corrupted(path, reason, of_layer=True))
+            elif look.report.step >= FIRST_STEPS and math.isfinite(now):
+                self._sound[i, path] = now  # it begins at 1, whatever the data
+        return corrupted(found)
+
+
+def corrupted(found: list[Corrupted]) -> Verdict | None:
+    """UNSTABLE for ruined state, if there is any."""
+    if not found:
+        return None
+    first, more = found[0], len(found) - 1
+    return Verdict(
+        "UNSTABLE",
+        first.path,
+        first.reason + (f"; {more} more variables are affected" if more else ""),
+        "The model predicts with it, and good batches take very long to wash it out, or never: "
+        "load a checkpoint from before, and look for a batch of another scale. "
+        "kmp.layers.Float32BatchNormalization takes in no statistics that are not finite."
+        if first.of_layer
+        else "The optimizer goes on from it: load a checkpoint from before, or compile the model "
+        "with a new optimizer, and look for a batch of another scale.",
+    )

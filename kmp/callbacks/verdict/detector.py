@@ -1,0 +1,25 @@
+"""What every detector of a verdict has."""
+
+import abc
+
+from kmp.callbacks.verdict.observation import Observation
+from kmp.callbacks.verdict.states import Verdict
+
+
+class Detector(abc.ABC):
+    """One cause of a verdict: what it remembers, when it speaks, and its words."""
+
+    @abc.abstractmethod
+    def see(self, look: Observation) -> Verdict | None:
+        """Take in a look; return a verdict if the cause is there.
+
+        Every detector sees every look, also if one before it in the list has spoken.
+        """
+
+    def begin_fit(self) -> None:  # noqa: B027 (most detectors have nothing to forget)
+        """Forget what holds within one `fit` alone."""
+
+
+def named(paths: list[str]) -> str:
+    """The first paths, for a sentence."""
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

@@ -1,0 +1,53 @@
+"""The verdict on a run: each of its causes is a detector, and their order is the priority."""
+
+from kmp.callbacks.verdict.corrupted_state import NonfiniteState, RuinedVariance
+from kmp.callbacks.verdict.detector import Detector
+from kmp.callbacks.verdict.frozen_weights import FrozenWeights
+from kmp.callbacks.verdict.large_steps import ExplodingGradients, LargeUpdates
+from kmp.callbacks.verdict.nonfinite import ForwardNaN, NonfiniteWeights
+from kmp.callbacks.verdict.not_training import NothingToTrain, UnscaledLoss
+from kmp.callbacks.verdict.observation import Observation
+from kmp.callbacks.verdict.overflows import AllSkipped, Calibrating, Collapsed, OverflowRate
+from kmp.callbacks.verdict.states import Verdict
+from kmp.callbacks.verdict.underflow import Underflow
+from kmp.callbacks.verdict.update_slowdown import UpdateSlowdown
+from kmp.callbacks.verdict.vanished_weights import VanishedWeights
+from kmp.callbacks.verdict.zero_gradients import ZeroGradients
+
+
+def detectors() -> list[Detector]:
+    """New detectors for a run. Of several that speak, the first in this list is the verdict."""
+    return [
+        ForwardNaN(),
+        Collapsed(),
+        NothingToTrain(),
+        UnscaledLoss(),
+        AllSkipped(),
+        FrozenWeights(),
+        NonfiniteWeights(),
+        NonfiniteState(),
+        RuinedVariance(),
+        UpdateSlowdown(),
+        VanishedWeights(),
+        ZeroGradients(),
+        Calibrating(),
+        OverflowRate(),
+        ExplodingGradients(),
+        LargeUpdates(),
+        Underflow(),
+    ]
+
+
+def judge(watching: list[Detector], look: Observation) -> Verdict:
+    """Show a look to all detectors, and return the verdict of the first that speaks."""
+    spoken = [detector.see(look) for detector in watching]
+    return next(filter(None, spoken), healthy(look))
+
+
+def healthy(look: Observation) -> Verdict:
+    """The verdict if no detector speaks."""
+    report, skipped = look.report, "0 skipped"
+    if report.skipped_steps:
+        before = report.skipped_steps - look.skips
+        skipped = f"{look.skips} of the last {look.steps} steps skipped, {before} before"
+    return Verdict("HEALTHY", "", f"loss scale {report.loss_scale:g}, {skipped}", "")

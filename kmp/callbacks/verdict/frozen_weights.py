@@ -1,0 +1,122 @@
+"""The detector of weights that stand still although they have gradients."""
+
+from typing import NamedTuple
+
+from kmp.callbacks.verdict.detector import Detector, named
+from kmp.callbacks.verdict.observation import Observation, Weight
+from kmp.callbacks.verdict.states import Verdict
+from kmp.health.report import GradientReport
+
+_UNMOVED = 0.99  # share of a variable's gradients above which it counts as standing still
+_LOOKS, _STEPS = 3, 20  # so many in a row, so many steps apart: less says nothing
+_NEGLIGIBLE = 1e-6  # gradients below this share of the weights are rounding errors
+_CONVERGED = 0.01  # below this share of the largest gradient so far a run has arrived
+_FELT = 1e-6  # share of a weight that float32 does not round away
+_SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round away
+
+
+class _Still(NamedTuple):
+    """Weights that stand still."""
+
+    paths: list[str]
+    of: int  # variables that were looked at
+    looks: int  # in a row
+    steps: int  # between the first and the last of these looks
+
+
+class FrozenWeights(Detector):
+    """STALLED: half of the weight matrices do not move although they have gradients.
+
+    A weight stands still if it has a gradient, not a negligible one, and is the same after the
+    update. A run whose gradient has become small has converged.
+    """
+
+    def __init__(self):
+        self.begin_fit()
+
+    def begin_fit(self) -> None:
+        self._before: GradientReport | None = None
+        self._largest_norm = 0.0
+        self._looks = self._first = 0
+
+    def see(self, look: Observation) -> Verdict | None:
+        still = self._still(look)
+        cause = still and _cause(look, still)
+        if not (still and cause):
+            return None
+        reason, advice = cause
+        return Verdict(
+            "STALLED",
+            still.paths[0],
+            f"{len(still.paths)} of {still.of} weights with a gradient have not moved in "
+            f"{still.looks} looks over {still.steps} steps ({named(still.paths)}): {reason}",
+            advice,
+        )
+
+    def _still(self, look: Observation) -> _Still | None:
+        """The weights that stand still, once they have for long enough."""
+        report = look.report
+        before, self._before = self._before, report
+        self._largest_norm = max(self._largest_norm, report.grad_norm)
+        skips = report.skipped_steps - (before.skipped_steps if before else 0)
+        if report.details is None or (skips and look.window == 1):
+            return None  # the details may be those of a skipped step, which moves nothing
+        watched = _watched(look)
+        paths = [path for path in watched if _is_still(path, look, before)]
+        arrived = report.grad_norm < _CONVERGED * self._largest_norm
+        if arrived or not paths or 2 * len(paths) < len(watched):
+            self._looks = 0
+            return None
+        self._first = self._first if self._looks else report.step
+        self._looks += 1
+        steps = report.step - self._first
+        if self._looks < _LOOKS or steps < max(_STEPS, 2 * look.window):
+            return None
+        return _Still(paths, len(watched), self._looks, steps)
+
+
+def _watched(look: Observation) -> list[str]:
+    norms, weight_norms = look.report.column("l2_norm"), look.report.weight_norm
+    paths = [x for x in look.significant if norms[x] > _NEGLIGIBLE * weight_norms[x]]
+    return [path for path in paths if look.weights[path].is_matrix] or paths
+
+
+def _is_still(path: str, look: Observation, before: GradientReport | None) -> bool:
+    weight: Weight = look.weights[path]
+    if look.report.unmoved_share[path] < _UNMOVED:
+        return False
+    if look.window == 1 and not weight.moves_rarely:
+        return True
+    # Most micro-batches, or most numbers, do not move: the norm must be the same as well.
+    return (before.weight_norm if before else {}).get(path) == look.report.weight_norm[path]
+
+
+def _cause(look: Observation, still: _Still) -> tuple[str, str] | None:
+    """Why, and what to do; None if there is no cause but that the gradients are small."""
+    rate = look.run.learning_rate(still.paths)
+    if rate == 0:
+        return "the learning rate is 0", "Set it, or look at where its schedule ends."
+    if look.drops_windows and look.skips:
+        return (
+            f"{look.skips} of the last {look.steps} steps were skipped, and one overflow "
+            "discards a whole window of gradient accumulation",
+            'Write on_overflow="drop_micro_batch", or a lower loss scale.',
+        )
+    dtypes = {look.weights[path].dtype for path in still.paths}
+    if half := dtypes & {"bfloat16", "float16"}:
+        dtype = half.pop()
+        return (
+            f"they are stored in {dtype}, where the optimizer's updates round to nothing",
+            f'Keep them in float32: the policy "mixed_{dtype}" computes in {dtype} and updates '
+            "in float32. Or write kmp.scaled(..., master_weights=True).",
+        )
+    if rate < _SMALL_RATE:
+        return f"the learning rate is {rate:.2g}", "Raise it: float32 rounds such updates away."
+    norms, weight_norms = look.report.column("l2_norm"), look.report.weight_norm
+    if all(rate * norms[path] > _FELT * weight_norms[path] for path in still.paths):
+        return (
+            f"at a learning rate of {rate:.2g} their gradients would move them",
+            "Look at what holds them back: clipnorm, global_clipnorm, clipvalue, a constraint, or "
+            "the optimizer's own update.",
+        )
+    return None

@@ -1,0 +1,78 @@
+"""Detectors of gradients and updates that are far larger than in sound training."""
+
+import collections
+import math
+
+import numpy as np
+
+from kmp.callbacks.verdict.detector import Detector
+from kmp.callbacks.verdict.observation import Observation
+from kmp.callbacks.verdict.states import Verdict
+from kmp.health.telemetry import FIRST_STEPS
+
+_GROWN = 100  # how many times as large a gradient has to be to count as exploding
+_LOOKS = 10  # whose updates are compared
+
+
+class _Ratios:
+    """The medians of log10(update / weight) of the last looks after the first 100 steps."""
+
+    def __init__(self):
+        self.last: collections.deque[float] = collections.deque(maxlen=_LOOKS)
+
+    def see(self, look: Observation) -> bool:
+        """Take in a look; return whether it counts. Weights may begin at zero."""
+        counts = math.isfinite(look.update_ratio) and look.report.step > FIRST_STEPS
+        if counts:
+            self.last.append(look.update_ratio)
+        return counts
+
+
+class ExplodingGradients(Detector):
+    """UNSTABLE: the gradient is huge, and larger than before or moving the weights far.
+
+    A loss in large units has large gradients. They are sound if they are what they were, and if
+    the optimizer makes updates of the usual size of them.
+    """
+
+    def __init__(self):
+        self._ratios, self._least_norm = _Ratios(), math.inf
+
+    def see(self, look: Observation) -> Verdict | None:
+        report, limits = look.report, look.limits
+        if self._ratios.see(look):
+            self._least_norm = min(self._least_norm, report.grad_norm)
+        has_grown = report.grad_norm > _GROWN * self._least_norm
+        known = [x for x in (self._ratios.last, list(report.update_ratio.values())) if x]
+        largest = max((10 ** float(np.median(x)) for x in known), default=math.inf)
+        moves_far = largest > (limits.max_update_ratio or math.inf) or not known
+        if not (report.grad_norm > limits.max_grad_norm and (has_grown or moves_far)):
+            return None
+        norms = report.column("l2_norm")
+        return Verdict(
+            "UNSTABLE",
+            max(norms, key=lambda path: norms[path]),
+            f"the gradient's norm is {report.grad_norm:.3g}",
+            "Lower the learning rate, or clip with global_clipnorm=1.0.",
+        )
+
+
+class LargeUpdates(Detector):
+    """UNSTABLE: steps change the weights by too large a share of their norm."""
+
+    def __init__(self):
+        self._ratios = _Ratios()
+
+    def see(self, look: Observation) -> Verdict | None:
+        self._ratios.see(look)
+        most, seen = look.limits.max_update_ratio, self._ratios.last
+        ratio = float(np.median(seen)) if len(seen) == _LOOKS else -math.inf
+        if not most or ratio <= math.log10(most):
+            return None
+        ratios = look.report.update_ratio
+        return Verdict(
+            "UNSTABLE",
+            max(ratios, key=lambda path: ratios[path]) if ratios else "",
+            f"a step changes the weights by {10**ratio:.2g} of their norm; 0.001 is usual",
+            "Lower the learning rate.",
+        )

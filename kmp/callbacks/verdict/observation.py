@@ -1,0 +1,284 @@
+"""One look at a training run: what the detectors of a verdict see."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import Model, ops
+from keras.layers import BatchNormalization
+
+from kmp._backend import backend
+from kmp._backend.types import Tensor
+from kmp._keras import layers_of, own_weights, path_of
+from kmp._keras.buffers import buffers_of
+from kmp._keras.optimizer import inner_optimizer_of
+from kmp._keras.training import state_of
+from kmp.callbacks.learning_rates import highest_rate, weight_decay
+from kmp.callbacks.verdict.states import Limits
+from kmp.health.report import GradientReport, OverflowEvent
+from kmp.precision.trees import is_float
+
+_EPSILON_OF_TORCH = 1e-5  # of its batch normalizations, by default
+
+# Four times the unit roundoff. A gradient that is zero by mathematics, as that of a bias right
+# before a batch normalization or of the keys of an attention, is a sum of rounding errors of the
+# dtype that the layer computes in.
+_NOISE = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
+_NOISE_OF_FLOAT32 = 1e-4
+
+
+class Weight(NamedTuple):
+    """What a detector needs to know of a trainable variable.
+
+    Attributes:
+        layer: path of its layer.
+        compute_dtype: what the layer computes in.
+        dtype: what the variable is stored in.
+        is_matrix: whether it has more than one axis.
+        moves_rarely: whether an update leaves most of its numbers as they are, and moves the
+            others by a whole unit in the last place: bfloat16 that is rounded at random, or half
+            precision beside a float32 master.
+        network: path of the model inside the model that it belongs to, if a gradient of zeros can
+            mean there that the loss does not depend on that model; see `networks_of`.
+    """
+
+    layer: str
+    compute_dtype: str = "float32"
+    dtype: str = "float32"
+    is_matrix: bool = True
+    moves_rarely: bool = False
+    network: str = ""
+
+
+class Run:
+    """The model and the optimizer of a watched `fit`, for what no report holds.
+
+    Args:
+        model: `keras.Model` that trains.
+        optimizer: the `kmp.LossScaleOptimizer` that is watched.
+    """
+
+    def __init__(self, model: Any, optimizer: Any):
+        self.model, self.optimizer = model, optimizer
+        self._networks = networks_of(model)
+
+    def layers(self) -> list[keras.Layer]:
+        """All layers of the model."""
+        return layers_of(self.model)
+
+    def weights(self, layers: Sequence[keras.Layer]) -> dict[str, Weight]:
+        """The trainable variables of `layers` by their paths."""
+        rarely, found = self.optimizer.moves_rarely, {}
+        for layer in layers:
+            network = self._networks.get(id(layer), "")
+            for v in own_weights(layer):
+                found[v.path] = Weight(
+                    layer.path, layer.compute_dtype, v.dtype, len(v.shape) > 1, rarely(v), network
+                )
+        return found
+
+    def sync(self) -> None:
+        """Bring the state out of JAX's training loop into the variables."""
+        getattr(self.model, "jax_state_sync", lambda: None)()
+
+    def learning_rate(self, paths: Sequence[str]) -> float:
+        """The highest learning rate of the variables with these paths, in the last step."""
+        self.sync()
+        return highest_rate(self.optimizer, paths)
+
+    def weight_decay(self) -> float:
+        """The largest share of a weight that weight decay takes in a step."""
+        self.sync()
+        return weight_decay(self.optimizer)
+
+    def nonfinite_state(self, layers: Sequence[keras.Layer]) -> list["Corrupted"]:
+        """The state of the layers and of the optimizer that is not finite."""
+        return nonfinite_state(self.model, layers, self.optimizer)
+
+    def moving_variances(self, layers: Sequence[keras.Layer]) -> list["MovingVariance"]:
+        """The largest moving variance of each batch normalization."""
+        return moving_variances(self.model, layers)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Observation:
+    """One look at a training run.
+
+    Attributes:
+        report: what the steps have measured.
+        run: the model and the optimizer, for what the report does not hold.
+        epoch_start: the report at the end of the epoch before; None at the beginning of training.
+        fit_start: the report at the beginning of this `fit`; None if the optimizer was new.
+        losses: at the end of an epoch its losses, in training and, if there is one, in validation;
+            None within an epoch.
+        layers: all layers of the model.
+        weights: the trainable variables by their paths.
+        rule: the loss-scaling strategy.
+        limits: where the verdict turns.
+        window: micro-batches that gradient accumulation makes one update of.
+        drops_windows: whether one overflow discards a whole window of gradient accumulation.
+    """
+
+    report: GradientReport
+    run: Run
+    epoch_start: GradientReport | None = None
+    fit_start: GradientReport | None = None
+    losses: Mapping[str, float] | None = None
+    layers: Sequence[keras.Layer] = ()
+    weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
+    rule: Any = None
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    window: int = 1
+    drops_windows: bool = False
+
+    @property
+    def is_epoch_end(self) -> bool:
+        """Whether an epoch has ended. All state is read then, which is too large otherwise."""
+        return self.losses is not None
+
+    @functools.cached_property
+    def steps(self) -> int:
+        """Steps since the last epoch's end."""
+        return self.report.step - (self.epoch_start.step if self.epoch_start else 0)
+
+    @functools.cached_property
+    def skips(self) -> int:
+        """Steps skipped since the last epoch's end."""
+        before = self.epoch_start.skipped_steps if self.epoch_start else 0
+        return self.report.skipped_steps - before
+
+    @functools.cached_property
+    def events(self) -> list[OverflowEvent]:
+        """The overflows since the last epoch's end, the latest first; at most 16 are known."""
+        since = self.epoch_start.step if self.epoch_start else 0
+        return [event for event in self.report.events if event.step > since]
+
+    @functools.cached_property
+    def update_ratio(self) -> float:
+        """The median log10(update norm / weight norm) of the matrices; NaN if unknown.
+
+        Over all variables if there are no matrices.
+        """
+        ratios = self.report.update_ratio
+        matrices = [x for p, x in ratios.items() if p in self.weights and self.weights[p].is_matrix]
+        chosen = matrices or list(ratios.values())
+        return float(np.median(chosen)) if chosen else math.nan
+
+    @functools.cached_property
+    def significant(self) -> list[str]:
+        """The paths of the variables whose gradient is more than rounding errors."""
+        return significant(self.report, self.weights)
+
+    @functools.cached_property
+    def nonfinite_state(self) -> list["Corrupted"]:
+        """State other than weights that is not finite; empty within an epoch."""
+        return self.run.nonfinite_state(self.layers) if self.is_epoch_end else []
+
+    @functools.cached_property
+    def moving_variances(self) -> list["MovingVariance"]:
+        """The largest moving variance of each batch normalization."""
+        return self.run.moving_variances(self.layers)
+
+
+def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[str]:
+    """The paths of the variables whose gradient is more than rounding errors.
+
+    Variables whose norm is small beside the largest in the same layer are left out.
+    """
+    norms = report.column("l2_norm")
+    largest: dict[str, float] = {}
+    for path, weight in weights.items():
+        largest[weight.layer] = max(largest.get(weight.layer, 0.0), norms.get(path, 0.0))
+    return [
+        path
+        for path, weight in weights.items()
+        if path in norms
+        and norms[path]
+        >= _NOISE.get(weight.compute_dtype, _NOISE_OF_FLOAT32) * largest[weight.layer]
+    ]
+
+
+def networks_of(model: Any) -> dict[int, str]:
+    """The path of the innermost model inside `model` for each of its layers, by the layers' ids.
+
+    Empty where a weight that the loss does not depend on has no gradient. In JAX's pure functions
+    it has one of zeros, which a target network, or a teacher behind `ops.stop_gradient`, has in
+    every step of a sound run.
+    """
+    nested = [x for x in layers_of(model)[1:] if isinstance(x, Model)]
+    if backend.SEES_LOSS:
+        return {}
+    return {id(layer): path_of(each) for each in nested for layer in layers_of(each)}
+
+
+# State other than weights
+
+
+class Corrupted(NamedTuple):
+    """A ruined variable other than a weight, and what is wrong with it."""
+
+    path: str
+    reason: str
+    of_layer: bool  # whether it belongs to a layer, not to the optimizer
+
+
+class MovingVariance(NamedTuple):
+    """The moving variance of a batch normalization."""
+
+    path: str
+    largest: float
+    epsilon: float  # that the layer adds to it
+
+
+def nonfinite_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -> list[Corrupted]:
+    """Slots, averaged weights and moving statistics that are not finite.
+
+    In layers other than BatchNormalization inf may be intended, as in a mask: there only NaN
+    counts.
+    """
+    pairs = [(v, layer) for layer in layers for v in state_of(layer) if _has_floats(v)]
+    slots = [v for v in inner_optimizer_of(optimizer).variables if _has_floats(v)]
+    values = backend.read(model, [v for v, _ in pairs], each=True)
+    values += backend.read(model, slots)  # which replicas have in common
+    pairs += [(v, None) for v in slots]
+    found = []
+    flags = ops.convert_to_numpy(backend.are_finite(values)) if values else ()
+    for (v, layer), x, is_finite in zip(pairs, values, flags, strict=True):
+        is_statistic = isinstance(layer, BatchNormalization) or _is_torchs(v)
+        may_hold_inf = layer and not is_statistic
+        if not is_finite and (not may_hold_inf or bool(ops.any(ops.isnan(x)))):
+            reason = f"{v.path.split('/')[-1]} holds inf or NaN"
+            found.append(Corrupted(v.path, reason, of_layer=layer is not None))
+    return found
+
+
+def moving_variances(model: Any, layers: Sequence[keras.Layer]) -> list[MovingVariance]:
+    """The largest moving variance of each batch normalization, PyTorch's own included."""
+    norms = (x for x in layers if isinstance(x, BatchNormalization))
+    pairs = [(layer.moving_variance, layer.epsilon) for layer in norms if layer.built]
+    buffers = (x for layer in layers for x in buffers_of(layer))
+    pairs += [(x, _EPSILON_OF_TORCH) for x in buffers if _is_torchs(x)]
+    if not pairs:
+        return []
+    values = backend.read(model, [v for v, _ in pairs], each=True)
+    largest = ops.convert_to_numpy(_maxima(values)).tolist()
+    found = zip(pairs, largest, strict=True)
+    return [MovingVariance(v.path, now, epsilon) for (v, epsilon), now in found]
+
+
+@backend.compiled
+def _maxima(values: Sequence[Tensor]) -> Tensor:
+    return ops.stack([ops.cast(ops.max(x), "float32") for x in values])
+
+
+def _has_floats(variable: Any) -> bool:
+    return is_float(variable) and 0 not in variable.shape
+
+
+def _is_torchs(variable: Any) -> bool:
+    """Whether it is the moving variance of one of PyTorch's own batch normalizations."""
+    return variable.path.endswith("/running_var")

@@ -1,0 +1,35 @@
+"""Looks at runs that nothing trains: for detectors, which are told all they ask."""
+
+import math
+
+from kmp.callbacks.verdict.detectors import detectors, judge
+from kmp.callbacks.verdict.observation import Observation, Run
+
+
+class Told(Run):
+    """A run with this learning rate and weight decay, and no state to be ruined."""
+
+    def __init__(self, learning_rate=math.nan, weight_decay=0.0):
+        self.rate, self.decay = learning_rate, weight_decay
+
+    def learning_rate(self, paths):
+        return self.rate
+
+    def weight_decay(self):
+        return self.decay
+
+    def nonfinite_state(self, layers):
+        return []
+
+    def moving_variances(self, layers):
+        return []
+
+
+def look_at(report, learning_rate=math.nan, weight_decay=0.0, **kwargs):
+    return Observation(report, Told(learning_rate, weight_decay), **kwargs)
+
+
+def verdict_on(*looks):
+    """The verdict of new detectors on the last of these looks."""
+    watching = detectors()
+    return [judge(watching, look) for look in looks][-1]
