@@ -23,6 +23,9 @@ MURMUR3 = ((0x85EBCA6B - 2**32, 13), (0xC2B2AE35 - 2**32, 16))
 class Backend(abc.ABC):
     """The functions of a backend, by what they are for."""
 
+    def __init__(self) -> None:
+        self.one_replica = OneReplica(self)
+
     # ---- Where it runs -------------------------------------------------------------------------
 
     @abc.abstractmethod
@@ -153,7 +156,6 @@ class Backend(abc.ABC):
         # Things happen in the order of the calls.
         return finite
 
-    @abc.abstractmethod
     def run_step(
         self,
         step: Callable[..., None],
@@ -173,6 +175,7 @@ class Backend(abc.ABC):
         Raises:
             ValueError: on TensorFlow, in the cross-replica context of a strategy.
         """
+        step(self.one_replica, gradients, variables)
 
     @abc.abstractmethod
     def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
@@ -202,17 +205,14 @@ class Backend(abc.ABC):
             inner.apply(gradients, variables)
             return applies
 
-        self.branch(applies, update, lambda: applies)
+        self.branch(applies, update, applies)
 
-    def branch(
-        self, pred: Tensor, then: Callable[[], Tensor], otherwise: Callable[[], Tensor]
-    ) -> Tensor:
-        """Return `then()` if `pred`, a bool[], else `otherwise()`.
+    def branch(self, pred: Tensor, then: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+        """Return `then()` if `pred`, a bool[], else `otherwise`.
 
-        Inside a trace of `torch.compile` both are called, so that they must not write anything;
-        inside one of JAX neither may.
+        In a program that JAX or `torch.compile` compiles, `then` must not write anything.
         """
-        return then() if bool(pred) else otherwise()
+        return then() if bool(pred) else otherwise
 
     def copied_values(self, variables: Sequence[Variable]) -> list[Tensor]:
         """The present values of variables, which later assignments do not change."""

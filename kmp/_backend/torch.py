@@ -128,12 +128,10 @@ class TorchBackend(Backend):
             inner.apply(gradients, variables)
             self.restore_unless(applies, guarded, old)
 
-    def branch(
-        self, pred: Tensor, then: Callable[[], Tensor], otherwise: Callable[[], Tensor]
-    ) -> Tensor:
+    def branch(self, pred: Tensor, then: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return torch.where(pred, then(), otherwise())
-        return then() if bool(pred) else otherwise()  # `read_flags` has brought `pred` to the host
+            return torch.where(pred, then(), otherwise)
+        return super().branch(pred, then, otherwise)  # `read_flags` has brought it to the host
 
     def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         with torch.no_grad():

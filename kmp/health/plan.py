@@ -238,7 +238,7 @@ def _complete(
 
         previous = health[:, : len(LEVELS)]
         if others and way.branches:
-            return [backend.branch(due, all_levels, lambda: previous)]
+            return [backend.branch(due, all_levels, previous)]
         return [ops.where(due, all_levels(), previous)]
 
     shapes = [(len(plan.sizes), len(LEVELS))]
@@ -277,7 +277,7 @@ def take_sample(
         zeros = ops.zeros((number,), "float32")
         take = functools.partial(details.sample, gradients, weights, cuts, target, plan.sharding)
         if _WAYS[target].branches:
-            return [backend.branch(due, take, lambda: zeros)]
+            return [backend.branch(due, take, zeros)]
         return [ops.where(due, take(), zeros)]
 
     tensors = [seen.due_details, *(group.values for group in groups), *weights]

@@ -103,7 +103,7 @@ class Telemetry:
                 found = details.measure_sample(before, after, cuts, seen.order, sharding)
                 return plan.of_gradients(found)
 
-            return [backend.branch(due, table, lambda: previous)]
+            return [backend.branch(due, table, previous)]
 
         previous = ops.convert_to_tensor(self.details)
         tensors = (seen.due_details, seen.sample, previous, *weights)

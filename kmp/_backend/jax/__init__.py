@@ -10,9 +10,9 @@ import numpy as np
 from jax import numpy as jnp
 from keras import ops
 
-from kmp._backend.base import Backend, OneReplica
-from kmp._backend.jax import targets
+from kmp._backend.base import Backend
 from kmp._backend.jax.sharding import MeshSharding
+from kmp._backend.jax.targets import PER_TARGET
 from kmp._backend.jax.updates import update_by_mask
 from kmp._backend.sharding import UNSHARDED, Sharding
 from kmp._backend.types import Device, Gradient, Tensor, Tree, Variable
@@ -46,7 +46,10 @@ class JaxBackend(Backend):
         shapes: Sequence[tuple[int, ...]],
         *tensors: Tensor,
     ) -> Sequence[Tensor]:
-        return targets.per_target(function, shapes, *tensors)
+        if not any(isinstance(x, jax.core.Tracer) for x in tensors):
+            return function(jax.default_backend(), *tensors)
+        tensors = tuple(map(jnp.asarray, tensors))
+        return PER_TARGET.bind(*tensors, function=function, shapes=tuple(shapes))
 
     def sharding(self, layouts: Sequence[Any]) -> Sharding:
         return MeshSharding(layouts) if layouts else UNSHARDED
@@ -102,17 +105,6 @@ class JaxBackend(Backend):
         flags = flags.astype("float32")
         return jax.lax.optimization_barrier(jnp.dot(flags, flags)) == 0
 
-    def run_step(
-        self,
-        step: Callable[..., None],
-        gradients: list[Tensor],
-        variables: list[Variable],
-        inner: Any,
-        loss_nonfinite: Variable,
-    ) -> None:
-        # One program spans all devices.
-        step(OneReplica(self), gradients, variables)
-
     def update_if(
         self, applies: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
     ) -> None:
@@ -121,12 +113,10 @@ class JaxBackend(Backend):
         else:
             update_by_mask(applies, inner, gradients, variables)
 
-    def branch(
-        self, pred: Tensor, then: Callable[[], Tensor], otherwise: Callable[[], Tensor]
-    ) -> Tensor:
+    def branch(self, pred: Tensor, then: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
         if self.is_concrete(pred):
             return super().branch(pred, then, otherwise)
-        return jax.lax.cond(pred, then, otherwise)
+        return jax.lax.cond(pred, then, lambda: otherwise)
 
     def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         # The loss is scaled inside the differentiated function, which is pure.

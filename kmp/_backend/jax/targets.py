@@ -1,4 +1,4 @@
-"""Functions that JAX traces for the target that a program is compiled for, once it is lowered."""
+"""A primitive of JAX for functions that are traced once the target of a program is known."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,26 +15,16 @@ from kmp._backend.types import Tensor
 _TARGETS = {"cpu": "cpu", "tpu": "tpu", "cuda": "gpu", "rocm": "gpu"}
 
 # `jax.lax.platform_dependent` would trace the function for each target in every program.
-_per_target = Primitive("kmp_per_target")
-_per_target.multiple_results = True
+PER_TARGET = Primitive("kmp_per_target")
+PER_TARGET.multiple_results = True
 
 
-def per_target(
-    function: Callable[..., Sequence[Tensor]], shapes: Sequence[tuple[int, ...]], *tensors: Tensor
-) -> Sequence[Tensor]:
-    """See `Backend.per_target`."""
-    if not any(isinstance(x, jax.core.Tracer) for x in tensors):
-        return function(jax.default_backend(), *tensors)
-    tensors = tuple(map(jax.numpy.asarray, tensors))
-    return _per_target.bind(*tensors, function=function, shapes=tuple(shapes))
-
-
-@_per_target.def_abstract_eval
+@PER_TARGET.def_abstract_eval
 def _(*_: Any, function: Callable, shapes: tuple) -> list:
     return [jax.core.ShapedArray(shape, jax.numpy.dtype("float32")) for shape in shapes]
 
 
-@_per_target.def_impl
+@PER_TARGET.def_impl
 def _(*tensors: Tensor, function: Callable, shapes: tuple) -> Sequence[Tensor]:
     """Where `jax.grad` or `jax.vmap` of a step is not compiled."""
     return function(jax.default_backend(), *tensors)
@@ -55,7 +45,7 @@ def _batch(
 
     pairs = zip(tensors, axes, strict=True)
     size = next(x.shape[axis] for x, axis in pairs if axis is not None)
-    found = _per_target.bind(
+    found = PER_TARGET.bind(
         *tensors, function=each, shapes=tuple((size, *shape) for shape in shapes)
     )
     return found, [0] * len(shapes)
@@ -63,14 +53,14 @@ def _batch(
 
 def _jvp(primals: Sequence[Tensor], _: Any, **parameters: Any) -> tuple[list, list]:
     """`jax.grad` through a step, as in meta-learning: what is looked at is constant there."""
-    found = _per_target.bind(*primals, **parameters)
+    found = PER_TARGET.bind(*primals, **parameters)
     return found, [jnp.zeros_like(x) for x in found]
 
 
-batching.primitive_batchers[_per_target] = _batch
-ad.primitive_jvps[_per_target] = _jvp
+batching.primitive_batchers[PER_TARGET] = _batch
+ad.primitive_jvps[PER_TARGET] = _jvp
 
 for _platform, _target in _TARGETS.items():
     mlir.register_lowering(
-        _per_target, functools.partial(_lower, target=_target), platform=_platform
+        PER_TARGET, functools.partial(_lower, target=_target), platform=_platform
     )

@@ -13,7 +13,7 @@ from tensorflow.python.eager import context  # no public way to the state of the
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2  # nor past one
 
-from kmp._backend.base import Backend, OneReplica
+from kmp._backend.base import Backend
 from kmp._backend.tensorflow import distribute
 from kmp._backend.tensorflow.updates import update_by_mask
 from kmp._backend.tensorflow.views import BaseView
@@ -165,7 +165,7 @@ class TensorFlowBackend(Backend):
         if tf.distribute.has_strategy():
             distribute.step_on_replicas(self, step, gradients, variables, loss_nonfinite)
         else:
-            step(OneReplica(self), gradients, variables)
+            step(self.one_replica, gradients, variables)
 
     def update_if(
         self, applies: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
@@ -181,10 +181,8 @@ class TensorFlowBackend(Backend):
         else:
             super().update_if(applies, inner, gradients, variables)
 
-    def branch(
-        self, pred: Tensor, then: Callable[[], Tensor], otherwise: Callable[[], Tensor]
-    ) -> Tensor:
-        return tf.cond(pred, then, otherwise)
+    def branch(self, pred: Tensor, then: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
+        return tf.cond(pred, then, lambda: otherwise)
 
     def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         nonfinite = tf.cast(tf.logical_not(is_finite()), "float32")
@@ -240,7 +238,7 @@ class TensorFlowBackend(Backend):
                     variable.assign(value)
                 return applied
 
-            self.branch(applied, lambda: applied, put_back)
+            tf.cond(applied, lambda: applied, put_back)
 
     def matmul_float32(self, x: Tensor, kernel: Tensor) -> Tensor:
         # Only XLA has such a product. Elsewhere the operands are cast up, which gives the same

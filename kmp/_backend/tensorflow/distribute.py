@@ -111,7 +111,7 @@ class _MergedReplicas(_Knowing):
                 _update(self.on_each, inner, gradients, variables)
             return applies
 
-        self.backend.branch(applies, update, lambda: applies)
+        self.backend.branch(applies, update, applies)
 
 
 @contextlib.contextmanager
