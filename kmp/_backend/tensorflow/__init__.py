@@ -286,23 +286,14 @@ class TensorFlowBackend(Backend):
         # negative, and on CPUs for large batches: it sums the elements of a channel one after
         # another, and finds a variance of 2000 in 65536 equal float16 numbers.
         half = x.dtype in (tf.float16, tf.bfloat16)
-        if (
-            self.inside_xla()
-            or tf.config.optimizer.get_jit()
-            or not half
-            or epsilon < _CUDNN_MIN_EPSILON
-        ):
+        in_xla = self.inside_xla() or tf.config.optimizer.get_jit()
+        if in_xla or not half or epsilon < _CUDNN_MIN_EPSILON:
             return otherwise()
         shape = ops.shape(x)
-        before, channels, after = (
-            math.prod(shape[1:axis]),
-            shape[axis],
-            math.prod(shape[axis + 1 :]),
-        )
+        before, after = math.prod(shape[1:axis]), math.prod(shape[axis + 1 :])
+        flat, data_format = (shape[0] * before, shape[axis], after, 1), "NCHW"
         if axis == len(shape) - 1:
-            flat, data_format = (shape[0], before, 1, channels), "NHWC"
-        else:
-            flat, data_format = (shape[0] * before, channels, after, 1), "NCHW"
+            flat, data_format = (shape[0], before, 1, shape[axis]), "NHWC"
         count = shape[0] * before * after
 
         def fused() -> Sequence[Tensor]:
@@ -317,9 +308,8 @@ class TensorFlowBackend(Backend):
             )
             number = tf.fill(gamma.shape, tf.cast(count, "float32"))
             mean, variance = (tf.reshape(each, gamma.shape) for each in (mean, variance))
-            variance *= tf.maximum(number - 1, 1) / tf.maximum(
-                number, 1
-            )  # the kernel's is unbiased
+            # The kernel's variance is unbiased.
+            variance *= tf.maximum(number - 1, 1) / tf.maximum(number, 1)
             return tf.ensure_shape(tf.reshape(y, shape), x.shape), mean, variance, number
 
         if self.platform() != "cpu":
