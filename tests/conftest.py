@@ -41,85 +41,10 @@ def pytest_unconfigure():
         shutil.rmtree(cache, ignore_errors=True)
 
 
-# Of statistics, files and texts: the same code runs whatever the backend.
-ABOUT_NO_BACKEND = {
-    "test_common.py",
-    "test_costs.py",
-    "test_dashboard.py",
-    "test_equivalence.py",
-    "test_float_formats.py",
-    "test_gpu.py",
-    "test_ledger.py",
-    "test_notebooks.py",
-    "test_printing.py",
-    "test_house.py",
-    "test_spike_detector.py",
-    "test_summaries.py",
-}
-
-# Processes of their own, scripts, or minutes in all: for `make test-all`.
-SLOW_FILES = {
-    "test_applications.py",
-    "test_batch_gradients.py",
-    "test_bench.py",
-    "test_blocks.py",
-    "test_certify.py",
-    "test_convert.py",
-    "test_diagnosis.py",
-    "test_divergence_guard.py",
-    "test_examples.py",
-    "test_fake_quantization.py",
-    "test_fused_kernel.py",
-    "test_gpu.py",
-    "test_jax.py",
-    "test_half_memory_replicas.py",
-    "test_keras_limits.py",
-    "test_kinds.py",
-    "test_learning_rate_finder.py",
-    "test_loss_tracker.py",
-    "test_memory.py",
-    "test_mirrored.py",
-    "test_multi_worker.py",
-    "test_normalization.py",
-    "test_nothing_changes.py",
-    "test_observers.py",
-    "test_packaging.py",
-    "test_peers.py",
-    "test_planted_faults.py",
-    "test_precisions.py",
-    "test_protection.py",
-    "test_quantization.py",
-    "test_quantization_float8.py",
-    "test_quantized_files.py",
-    "test_resume.py",
-    "test_saved_files.py",
-    "test_standstill.py",
-    "test_threads.py",
-    "test_together.py",
-    "test_two_hosts.py",
-    "test_weights.py",
-}
-
-
-# What a device of another kind could compute otherwise.
-GPU_FILES = {
-    "test_contract.py",
-    "test_dense.py",
-    "test_faults.py",
-    "test_normalization.py",
-    "test_rounding.py",
-    "test_updates.py",
-}
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.name in GPU_FILES:
-            item.add_marker(pytest.mark.gpu)
-        if item.path.name in SLOW_FILES:
-            item.add_marker(pytest.mark.slow)
         markers = list(item.iter_markers("only"))  # all hold: a function's and its parameter's
-        if item.path.name in ABOUT_NO_BACKEND and not markers:
+        if item.get_closest_marker("any_backend") and not markers:
             markers = [pytest.mark.only("tensorflow")]
         for marker in markers:
             if BACKEND not in marker.args:

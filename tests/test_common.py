@@ -9,6 +9,8 @@ import pytest
 import kmp
 from kmp._common import table
 
+pytestmark = pytest.mark.any_backend
+
 
 def test_a_table_is_aligned():
     assert table([["name", "n"], ["a", "10"], ["long name", "1"]]).splitlines() == [

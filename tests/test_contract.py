@@ -23,7 +23,7 @@ from oracle import (
 
 import kmp
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.gpu]
 
 BAD = {"inf": np.inf, "minus_inf": -np.inf, "nan": np.nan}
 k = keras.optimizers

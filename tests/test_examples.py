@@ -13,6 +13,8 @@ import warnings
 import pytest
 from conftest import BACKEND
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
 

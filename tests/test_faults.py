@@ -16,6 +16,8 @@ from oracle import few
 
 import kmp
 
+pytestmark = pytest.mark.gpu
+
 BACKEND = keras.backend.backend()
 STEPS = 16
 SCHEDULES_OF_A_SETTING = 25

@@ -4,6 +4,10 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.any_backend]
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 

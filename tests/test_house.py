@@ -15,6 +15,8 @@ from oracle import BACKEND
 import kmp
 from kmp._keras import versions
 
+pytestmark = pytest.mark.any_backend
+
 ROOT = pathlib.Path(kmp.__file__).parent
 BACKENDS = ("tensorflow", "jax", "torch")
 

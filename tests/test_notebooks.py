@@ -9,6 +9,8 @@ import pytest
 from oracle import BACKEND
 from processes import environment
 
+pytestmark = pytest.mark.any_backend
+
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 # What a reader has to find in the outputs, stored or fresh.

@@ -28,6 +28,8 @@ from tensorboard.util import tensor_util
 import kmp.summaries
 from kmp.summaries import SummaryWriter
 
+pytestmark = pytest.mark.any_backend
+
 LAYOUT = {
     "Mixed precision": {"loss scale": ["loss_scale$", "suggested_scale"], "steps": [r"skipped.*"]},
     "Gradient health": {"norms": ["norm/.*"]},

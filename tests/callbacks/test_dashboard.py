@@ -19,7 +19,7 @@ from kmp.callbacks.curves.charts import LAYOUT
 from kmp.callbacks.curves.heat_map import Look, heat_map
 from kmp.callbacks.verdict.states import Verdict
 
-pytestmark = pytest.mark.filterwarnings("ignore:Step")
+pytestmark = [pytest.mark.filterwarnings("ignore:Step"), pytest.mark.any_backend]
 RED, LINE = (220, 20, 20), (255, 112, 67)  # of the heat map; of TensorBoard's first run
 
 

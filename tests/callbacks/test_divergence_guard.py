@@ -11,6 +11,8 @@ import kmp
 from kmp.callbacks import DivergenceGuard, SpikeDetector
 from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"update_freq": 1, "detector": SpikeDetector(window=10)}
 HIGH_FROM = 40
 

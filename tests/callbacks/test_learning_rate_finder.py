@@ -13,6 +13,8 @@ import kmp
 from kmp.callbacks import LearningRateFinder
 from kmp.callbacks.range_test import has_diverged, smooth, steepest
 
+pytestmark = pytest.mark.slow
+
 OVERFLOW = 1e20  # of inputs: their loss is finite in float32, its gradient at 2**15 is not
 RANGE = {"min_lr": 1e-5, "max_lr": 1e-2, "steps": 24}
 QUIET = pytest.mark.filterwarnings("ignore:LearningRateFinder suggests nothing")

@@ -13,6 +13,8 @@ from linear_runs import JIT, RATE, SPE, data, fit, last_progress, linear_model
 import kmp
 from kmp.callbacks.loss_tracker import RECENT
 
+pytestmark = pytest.mark.slow
+
 CALLBACKS = [
     kmp.callbacks.GradientHealth,
     kmp.callbacks.DivergenceGuard,

@@ -15,7 +15,7 @@ from linear_runs import JIT, RATE, SPE, data, fit, linear_model
 import kmp
 from kmp._keras.training import loss_tracker
 
-pytestmark = pytest.mark.filterwarnings("ignore:Step")
+pytestmark = [pytest.mark.filterwarnings("ignore:Step"), pytest.mark.slow]
 
 GradientHealth, TerminateOnNaN = kmp.callbacks.GradientHealth, kmp.callbacks.TerminateOnNaN
 

@@ -10,6 +10,8 @@ import pytest
 from kmp.callbacks import SpikeDetector
 from kmp.callbacks.spike_detector import SpikeState
 
+pytestmark = pytest.mark.any_backend
+
 BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "experiments" / "false_alarms.py"
 SPEC = importlib.util.spec_from_file_location("false_alarms", BENCHMARK)
 false_alarms = importlib.util.module_from_spec(SPEC)

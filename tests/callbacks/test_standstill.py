@@ -14,7 +14,7 @@ from kmp.callbacks.verdict.observation import Weight
 from kmp.callbacks.verdict.zero_gradients import ZeroGradients
 from kmp.health.details import WEIGHT_NORM
 
-pytestmark = pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without")
+pytestmark = [pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without"), pytest.mark.slow]
 
 STEPS = 160
 

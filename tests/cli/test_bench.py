@@ -18,6 +18,8 @@ from kmp._backend import backend
 from kmp.cli.bench import bench, bench_table, write_hparams
 from kmp.cli.building import build_under
 
+pytestmark = pytest.mark.slow
+
 POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
 
 

@@ -15,6 +15,8 @@ from kmp.cli.equivalence import equivalence
 from kmp.cli.options import CERTIFY_POLICIES
 from kmp.cli.tasks import TASKS, Task
 
+pytestmark = pytest.mark.slow
+
 
 def line(seed):
     """Points near a line, in batches that are drawn, through a layer with dropout.

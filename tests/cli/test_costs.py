@@ -1,6 +1,10 @@
 """What training costs."""
 
+import pytest
+
 from kmp.cli.costs import spread
+
+pytestmark = pytest.mark.any_backend
 
 
 def test_the_spread_is_the_quartiles():

@@ -9,6 +9,8 @@ from scipy import stats
 
 from kmp.cli.equivalence import equivalence
 
+pytestmark = pytest.mark.any_backend
+
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("runs", [2, 5, 10])

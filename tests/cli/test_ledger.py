@@ -9,6 +9,8 @@ from kmp.cli.ledger import Ledger, Training
 from kmp.cli.options import UsageError
 from kmp.cli.tasks import Task
 
+pytestmark = pytest.mark.any_backend
+
 TASK = Task("line", len, "mae", 0.02, True, epochs=2, batch_size=32, seeds=3)
 HERE = {"backend": "jax", "keras": "3.15.1"}
 FIRST = Training(0.1, 8, 1, 2.5, StepMemory(1024, "XLA"))

@@ -10,6 +10,8 @@ import pytest
 from kmp.cli import printing
 from kmp.cli.printing import Progress, to_json
 
+pytestmark = pytest.mark.any_backend
+
 
 def test_json_has_no_words_that_it_lacks():
     text = to_json({"a": (math.nan, math.inf, -math.inf, 1.5), "b": None})

@@ -8,6 +8,8 @@ from keras import layers, ops
 
 import kmp
 
+pytestmark = pytest.mark.slow
+
 
 class Contrast(layers.Layer):
     """A variance as E[x^2] - E[x]^2, which bfloat16 has no digits for."""

@@ -10,6 +10,8 @@ from keras import layers, ops
 
 import kmp
 
+pytestmark = pytest.mark.slow
+
 
 def mlp(optimizer="adam"):
     model = keras.Sequential(

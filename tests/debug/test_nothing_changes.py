@@ -12,6 +12,8 @@ from oracle import BACKEND, COMPILED_MODES, compiled
 import kmp
 from kmp._keras import layers_of
 
+pytestmark = pytest.mark.slow
+
 TOOLS = {
     "locate": lambda m, x, y: kmp.debug.locate_nonfinite(m, x, y),
     "locate_forward": lambda m, x, y: kmp.debug.locate_nonfinite(m, x),

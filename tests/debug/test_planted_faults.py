@@ -10,6 +10,8 @@ from oracle import few
 
 import kmp
 
+pytestmark = pytest.mark.slow
+
 NUMBER, LOSS_SCALE = 60, 1024.0
 
 

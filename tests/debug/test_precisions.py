@@ -11,6 +11,8 @@ from keras import layers, ops
 import kmp
 from kmp.debug import sqnr
 
+pytestmark = pytest.mark.slow
+
 POLICY = "mixed_bfloat16"
 
 

@@ -10,7 +10,7 @@ from replicas import Run, mirrored, no_merge_call
 
 import kmp
 
-pytestmark = pytest.mark.only("tensorflow")
+pytestmark = [pytest.mark.only("tensorflow"), pytest.mark.slow]
 tf = pytest.importorskip("tensorflow")
 
 OPTIMIZERS = {

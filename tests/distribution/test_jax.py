@@ -13,7 +13,7 @@ import kmp
 from kmp.health import details
 from kmp.health.telemetry import COLUMNS
 
-pytestmark = pytest.mark.only("jax")
+pytestmark = [pytest.mark.only("jax"), pytest.mark.slow]
 
 BATCH, FEATURES, HIDDEN, UNITS = 16, 4, 8, 4
 # Rows of a batch: on eight devices each holds two, on a mesh of four rows each holds four.

@@ -10,7 +10,7 @@ from replicas import OVERFLOWS, Run, gradients, mirrored, no_merge_call
 import kmp
 from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
 
-pytestmark = pytest.mark.only("tensorflow")
+pytestmark = [pytest.mark.only("tensorflow"), pytest.mark.slow]
 tf = pytest.importorskip("tensorflow")
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from processes import environment, free_ports, run_all, started
 
+pytestmark = pytest.mark.slow
+
 HERE = pathlib.Path(__file__).parent
 TIMEOUT = 50  # seconds, two starts of TensorFlow included
 CASES = ["", "0", "1", "01", ""]  # the workers that overflow, step by step

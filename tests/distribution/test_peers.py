@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BACKEND = keras.backend.backend()
 if BACKEND == "tensorflow":
     from replicas import Run, gradients, mirrored, no_merge_call

@@ -9,7 +9,7 @@ import pytest
 import worker_jax
 from processes import environment, free_ports, run_all
 
-pytestmark = pytest.mark.only("jax")
+pytestmark = [pytest.mark.only("jax"), pytest.mark.slow]
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT = 600  # seconds; alone on two cores it takes 90

@@ -8,6 +8,8 @@ from keras import ops
 
 from kmp.half_memory.rounding import random_bits, stochastic_round
 
+pytestmark = pytest.mark.gpu
+
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 NUMBER = 1 << 16
 

@@ -15,6 +15,8 @@ from oracle import BACKEND, MODES, Run, few, number
 import kmp
 from kmp.half_memory.rounding import random_bits, stochastic_round
 
+pytestmark = pytest.mark.gpu
+
 BFLOAT16 = ml_dtypes.bfloat16
 SHAPES = {"kernel": (6, 4), "bias": (4,)}
 STEPS = 5

@@ -11,6 +11,8 @@ from quantized_models import fit, one_dense, value, values
 import kmp
 from kmp.int8.fake_quantization import FakeQuantizedDense
 
+pytestmark = pytest.mark.slow
+
 
 def rounded(x, step, bits):
     """By its definition, in NumPy: to multiples of a step, symmetric, in so many bits."""

@@ -18,6 +18,8 @@ from quantized_models import (
 
 import kmp
 
+pytestmark = pytest.mark.slow
+
 JIT = [  # JAX runs its steps uncompiled for debugging alone, and takes a minute for each
     pytest.param(False, marks=pytest.mark.only("tensorflow", "torch")),
     pytest.param(True, marks=pytest.mark.only("tensorflow", "jax")),

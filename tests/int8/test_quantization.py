@@ -24,6 +24,8 @@ from kmp._keras import layers_of
 from kmp.int8.fake_quantization import FakeQuantized
 from kmp.int8.range_quantizer import RangeQuantizer
 
+pytestmark = pytest.mark.slow
+
 
 @needs("quantization_config")
 def test_the_projections_of_attention_are_quantized():

@@ -7,6 +7,8 @@ from keras import layers, ops
 
 import kmp
 
+pytestmark = pytest.mark.slow
+
 X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(16, 2)).astype("float32")
 STATE = ("inputs", "kernel", "outputs_grad")  # each with a scale and an amax history

@@ -22,7 +22,7 @@ from quantized_models import (
 
 import kmp
 
-pytestmark = needs("quantization_config")
+pytestmark = [needs("quantization_config"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

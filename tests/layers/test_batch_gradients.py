@@ -7,6 +7,8 @@ from keras import ops
 
 from kmp.layers import Float32BatchNormalization
 
+pytestmark = pytest.mark.slow
+
 POLICIES = ["mixed_float16", "float32"]
 ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11}
 EPSILON = 1e-3

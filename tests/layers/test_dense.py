@@ -9,6 +9,8 @@ from oracle import few
 
 from kmp.layers import Float32OutputDense
 
+pytestmark = pytest.mark.gpu
+
 MIXED = ["mixed_float16", "mixed_bfloat16"]
 POLICIES = [*MIXED, "float16", "bfloat16", "float32"]
 # Unit roundoff: the largest relative error of rounding to nearest.

@@ -5,7 +5,7 @@ import pytest
 
 from kmp.layers import Float32BatchNormalization
 
-pytestmark = pytest.mark.only("tensorflow")
+pytestmark = [pytest.mark.only("tensorflow"), pytest.mark.slow]
 
 
 def graph_of(shape, policy="mixed_bfloat16", **kwargs):

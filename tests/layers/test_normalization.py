@@ -9,6 +9,8 @@ from oracle import MODES, compiled
 from kmp.layers import Float32BatchNormalization
 from kmp.layers.normalization import moments
 
+pytestmark = [pytest.mark.slow, pytest.mark.gpu]
+
 POLICIES = ["mixed_float16", "mixed_bfloat16", "float16", "bfloat16", "float32"]
 # Unit roundoff: the largest relative error of rounding to nearest.
 ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}

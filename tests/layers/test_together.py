@@ -9,6 +9,8 @@ import pytest
 
 from kmp.layers import Float32BatchNormalization, Float32OutputDense
 
+pytestmark = pytest.mark.slow
+
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 Y = np.arange(8) % 3
 

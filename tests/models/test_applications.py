@@ -7,6 +7,8 @@ import train_application
 from oracle import BACKEND
 from processes import environment, run_all
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = pathlib.Path(train_application.__file__)
 # What is tested does not depend on how well XLA optimizes, and its compiler takes the time. On
 # JAX alone: TensorFlow, which runs it eagerly, needs no process of its own.

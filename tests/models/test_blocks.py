@@ -22,6 +22,7 @@ from kmp._keras import is_graph, layers_of
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`build\(\)` was called on layer:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*was passed an input with a mask:UserWarning"),
+    pytest.mark.slow,
 ]
 
 

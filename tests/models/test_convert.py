@@ -10,6 +10,8 @@ from keras import layers
 import kmp
 from kmp._keras import layers_of
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_report_says_what_became_of_each_layer():
     model = sequential()

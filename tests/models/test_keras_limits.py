@@ -7,6 +7,8 @@ from keras import layers
 
 import kmp
 
+pytestmark = pytest.mark.slow
+
 
 def train_with_remat():
     keras.config.set_dtype_policy("mixed_bfloat16")

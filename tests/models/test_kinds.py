@@ -12,6 +12,8 @@ from processes import environment, run_all
 import kmp
 from kmp._keras import is_graph, layers_of
 
+pytestmark = pytest.mark.slow
+
 # What half precision may cost a small model: two roundings a layer, some ten layers.
 TOLERANCE = {"mixed_bfloat16": 20 * 2.0**-8, "mixed_float16": 20 * 2.0**-11}
 

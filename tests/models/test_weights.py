@@ -12,6 +12,8 @@ import kmp
 from kmp._keras import own_weights
 from kmp.half_memory import is_master
 
+pytestmark = pytest.mark.slow
+
 BFLOAT16 = ml_dtypes.bfloat16
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 6)).astype("float32")

@@ -11,6 +11,8 @@ from processes import environment
 import kmp
 from kmp.precision.float_formats import table
 
+pytestmark = pytest.mark.any_backend
+
 STORED = [name for name in kmp.formats if name != "tf32"]
 
 

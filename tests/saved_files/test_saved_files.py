@@ -12,6 +12,8 @@ from older import since_keras
 from oracle import BACKEND
 from saved_files import models
 
+pytestmark = pytest.mark.slow
+
 FOLDER = pathlib.Path(__file__).parent
 FILES = sorted(path.stem for path in FOLDER.glob("*.keras"))
 

@@ -8,6 +8,8 @@ import training_run
 from processes import TESTS, environment, run_all
 from training_run import POLICIES
 
+pytestmark = pytest.mark.slow
+
 BACKEND = keras.backend.backend()
 OTHERS = sorted({"tensorflow", "jax", "torch"} - {BACKEND})
 TIMEOUT = 100  # seconds

@@ -10,6 +10,8 @@ from oracle import COMPILED_MODES, compiled
 
 import kmp
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("accumulation", [None, 2])
 @pytest.mark.parametrize("mode", COMPILED_MODES)
