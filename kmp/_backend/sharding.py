@@ -15,9 +15,9 @@ class Sharding:
     APART = "apart"  # what the devices have returned `apart`
     num_devices = 1  # how many hold shards
 
-    def shard_shape(self, place: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the shard on one device of a variable of this shape."""
-        return tuple(shape)
+    def shard_shapes(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The shape of the shard on one device of each variable, given the shapes of them all."""
+        return list(shapes)
 
     def constrain(self, place: int, x: Tensor) -> Tensor:
         """A tensor of a variable's shape, lying on the devices as the variable does."""

@@ -92,7 +92,7 @@ class MeasurePlan:
     eagerly: "MeasurePlan" = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        shards = [self.sharding.shard_shape(i, shape) for i, shape in enumerate(self.shapes)]
+        shards = self.sharding.shard_shapes(self.shapes)
         split = tuple(shard != shape for shard, shape in zip(shards, self.shapes, strict=True))
         eager = self.sharding.eagerly()
         other = self if eager is self.sharding else dataclasses.replace(self, sharding=eager)
@@ -136,7 +136,8 @@ class Gradients(NamedTuple):
 
     groups: Sequence[GradientGroup]  # from `plan.group_gradients`
     scale: Sequence[Tensor] = ()
-    divide: Callable[[Sequence[GradientGroup], Sequence[Tensor]], list[GradientGroup]] | None = None
+    # (values of the groups, their specs, scale) -> the values divided by the scale
+    divide: Callable[[list[Gradient], list[Any], Sequence[Tensor]], list[Gradient]] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -156,7 +157,11 @@ class Gradients(NamedTuple):
 
     def true(self) -> Sequence[GradientGroup]:
         """The gradients after the division by the loss scale."""
-        return self.divide(self.groups, self.scale) if self.divide else self.groups
+        if self.divide is None:
+            return self.groups
+        values = [group.values for group in self.groups]
+        specs = [group.spec for group in self.groups]
+        return refilled(self.groups, self.divide(values, specs, self.scale))
 
 
 def look(

@@ -16,7 +16,7 @@ from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._keras.optimizer import layouts_of
 from kmp.half_memory import gradient_dtypes
 from kmp.health.measure import GradientGroup
-from kmp.health.plan import Gradients, GradientSpec, Look, MeasurePlan, look, refilled, take_sample
+from kmp.health.plan import Gradients, GradientSpec, Look, MeasurePlan, look, take_sample
 from kmp.health.telemetry import Telemetry
 from kmp.precision.trees import cast_floats
 from kmp.scaling.inner import DroppedWindow
@@ -97,7 +97,7 @@ class ScaledStep:
 
         if traced:
             # Divide twice, here and in the update: XLA fuses both, and writes no true gradients.
-            gradients = Gradients(groups(scaled), before, functools.partial(_divided_groups, rule))
+            gradients = Gradients(groups(scaled), before, functools.partial(_unscaled, rule))
         else:
             gradients = Gradients(groups(true))
         due = self.telemetry.at_start() if self.telemetry else None
@@ -196,7 +196,10 @@ def _kept_if(nonfinite: Tensor, before: ScaleState, after: ScaleState) -> ScaleS
 
 
 def _unscaled(
-    rule: LossScale, scaled: list[Gradient], specs: Sequence[GradientSpec], state: ScaleState
+    rule: LossScale,
+    scaled: list[Gradient],
+    specs: Sequence[GradientSpec],
+    state: Sequence[Tensor],
 ) -> list[Gradient]:
     """The true gradients: divided by the scale that the loss was multiplied by."""
 
@@ -207,16 +210,7 @@ def _unscaled(
             return divided
         return cast_floats(divided, spec.dtype)
 
-    return list(map(true, scaled, rule.unscale(scaled, state), specs))
-
-
-def _divided_groups(
-    rule: LossScale, groups: Sequence[GradientGroup], scale: Sequence[Tensor]
-) -> list[GradientGroup]:
-    specs: list[Any] = [group.spec for group in groups]
-    return refilled(
-        groups, _unscaled(rule, [group.values for group in groups], specs, ScaleState(*scale))
-    )
+    return list(map(true, scaled, rule.unscale(scaled, ScaleState(*state)), specs))
 
 
 def plan_for(

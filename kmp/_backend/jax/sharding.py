@@ -26,8 +26,8 @@ class MeshSharding(Sharding):
         axes = self._mesh.axis_names
         self._is_split = np.array([[axis in _axes_of(x) for axis in axes] for x in layouts])
 
-    def shard_shape(self, place: int, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self._layouts[place].shard_shape(tuple(shape)))
+    def shard_shapes(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [x.shard_shape(shape) for x, shape in zip(self._layouts, shapes, strict=True)]
 
     def constrain(self, place: int, x: Tensor) -> Tensor:
         return jax.lax.with_sharding_constraint(x, self._layouts[place])
