@@ -1,6 +1,7 @@
-"""What kmp asks of a backend: each function, its documentation and its default stand together.
+"""What kmp asks of a backend: one class, in which each function is documented and has its default.
 
-The modules `jax`, `tensorflow` and `torch` have subclasses, which override what differs there.
+`JaxBackend`, `TensorFlowBackend` and `TorchBackend`, in the modules beside this one, override what
+differs.
 """
 
 import abc
@@ -21,7 +22,21 @@ MURMUR3 = ((0x85EBCA6B - 2**32, 13), (0xC2B2AE35 - 2**32, 16))
 
 
 class Backend(abc.ABC):
-    """The functions of a backend, by what they are for."""
+    """The functions of a backend, by what they are for.
+
+    A function without a default is abstract. To add one, write it here with its default, and
+    override it where a backend differs. Comments in an override say why it differs.
+
+    Attributes:
+        one_replica: the `OneReplica` of this backend.
+        BaseView: the base class of an object that stands in for a `keras.Variable` in an optimizer.
+        SEES_LOSS: whether `record_loss_finite` records the loss before its step runs.
+        END_OF_DATA: the exceptions by which a train function says that the data have ended.
+    """
+
+    BaseView: Any = keras.Variable
+    SEES_LOSS: bool = True
+    END_OF_DATA: tuple[type[Exception], ...] = (StopIteration,)
 
     def __init__(self) -> None:
         self.one_replica = OneReplica(self)
@@ -30,19 +45,23 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def platform(self) -> str:
-        """Where the training runs: "cpu", "gpu" or "tpu"."""
+        """Return where the training runs: "cpu", "gpu" or "tpu"."""
 
     @abc.abstractmethod
     def device(self) -> Device:
-        """The first device of this process."""
+        """Describe the first device of this process."""
 
     def device_memory(self) -> DeviceMemory | None:
-        """Memory in use on the first device; resets its peak. None if the backend cannot tell."""
+        """Return the memory in use on the first device and its peak, and reset the peak.
+
+        Returns:
+            None if the backend cannot tell.
+        """
         # JAX cannot forget a peak; `compiled_step_bytes` asks XLA instead.
         return None
 
     def inside_xla(self) -> bool:
-        """Whether XLA compiles what is being traced."""
+        """Tell whether XLA compiles the operations that are called now."""
         return False
 
     def per_target(
@@ -51,49 +70,59 @@ class Backend(abc.ABC):
         shapes: Sequence[tuple[int, ...]],
         *tensors: Any,
     ) -> Sequence[Tensor]:
-        """Call `function` with the name of the target that it is compiled for, and with `tensors`.
+        """Call a function that does its work in another way on each target.
 
         Args:
-            function: takes "cpu", "gpu" or "tpu"; "torch.compile"; or "host" where nothing is
-                compiled; and the tensors. All that it reads of the step must be among these, since
-                it may be called later, when the step is lowered.
-            shapes: the shapes of the float32 tensors that it returns.
+            function: takes the name of the target and the tensors. The name is "cpu", "gpu" or
+                "tpu"; "torch.compile"; or "host" where nothing is compiled, and for TensorFlow on
+                a CPU. Every tensor of the step that it reads must be among `tensors`: JAX calls it
+                later, when it lowers the step.
+            shapes: of the float32 tensors that it returns.
+            *tensors: handed to the function.
+
+        Returns:
+            The tensors that the function returns.
         """
         return function("host", *tensors)
 
     def sharding(self, layouts: Sequence[Any]) -> Sharding:
-        """What each device holds of variables with these layouts; `UNSHARDED` if none is split."""
+        """Return how variables with these layouts lie on devices; `UNSHARDED` if there is none."""
         return UNSHARDED
 
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
-        """`function` as one program on JAX, itself elsewhere; `static`: places of non-tensors."""
+        """Compile a function of tensors where each operation would be compiled by itself, on JAX.
+
+        Args:
+            function: takes tensors, or nested structures of them.
+            static: the positions of arguments that are not tensors.
+        """
         return function
 
     def writes_logs(self, model: Any) -> bool:
-        """Whether this process is the one that writes event files for the model."""
+        """Tell whether this process writes the event files of a model that several may train."""
         return True
 
-    # ---- Gradients: dense tensors, or `tf.IndexedSlices` ----------------------------------------
+    # ---- Gradients: dense tensors, or sparse ones, which are `tf.IndexedSlices` ------------------
 
     def gradient_values(self, gradient: Gradient) -> Tensor:
-        """The numbers of a gradient, as they come."""
+        """Return the numbers of a gradient; a sparse one may have several slices for one row."""
         return gradient
 
     def gradient_rows(self, gradient: Gradient) -> Tensor:
-        """The numbers of a gradient; rows of a sparse one that share an index are summed."""
+        """Return the numbers of a gradient; slices of a sparse one for the same row are summed."""
         return gradient
 
     def dense(self, gradient: Gradient) -> Tensor:
-        """A gradient as a tensor of its variable's shape."""
+        """Return a gradient as a tensor of its variable's shape."""
         return gradient
 
     def gradient_sample(self, gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
-        """A strided slice of a gradient, one stride per axis; zeros where a sparse one has no row.
+        """Take a strided slice of a gradient.
 
         Args:
-            gradient: what is sampled.
+            gradient: a gradient; where a sparse one has no row, the sample has zeros.
             strides: one for each axis.
-            target: from `per_target`.
+            target: the name that `per_target` handed on.
         """
         if set(strides) <= {1}:
             return gradient  # without indexing, which takes its time to trace
@@ -102,35 +131,44 @@ class Backend(abc.ABC):
     def map_gradient_values(
         self, function: Callable[[Tensor], Tensor], gradient: Gradient
     ) -> Gradient:
-        """Apply an elementwise function to the numbers of a gradient; sparse stays sparse."""
+        """Apply an elementwise function to a gradient. A sparse gradient stays sparse."""
         return function(gradient)
 
     def multiply(self, leaves: Sequence[Any], factor: Tensor) -> Sequence[Any]:
-        """Float leaves, cast to at least float32, and complex ones times a scalar; others as is."""
+        """Multiply the floats and complex numbers among leaves; leave the others as they are.
+
+        Args:
+            leaves: tensors, arrays, sparse gradients, Python numbers or None. Half-precision ones
+                become float32.
+            factor: float32[].
+        """
         return [product(x, factor) for x in leaves]
 
     def are_dense(self, gradients: Sequence[Gradient]) -> list[bool]:
-        """Whether each gradient is a tensor, and no `tf.IndexedSlices`."""
+        """Tell of each gradient whether it is a tensor (or None) rather than `tf.IndexedSlices`."""
         return [True] * len(gradients)
 
     def are_finite(self, tensors: Sequence[Tensor]) -> Tensor:
-        """bool[n]: whether each of n >= 1 float tensors, none of them empty, is all finite."""
+        """Return bool[n]: which of n float tensors are finite throughout. None of them is empty."""
         return ops.stack([ops.all(ops.isfinite(x)) for x in tensors])
 
     def reduce_columns(
         self, columns: tuple[Tensor, ...], axes: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
-        """The maximum of the second column and the sums of the others, over some axes.
+        """Reduce the second column by its maximum and the others by their sums.
 
-        Inside XLA one reduction: each gradient is read once, and no column is ever in memory.
+        XLA does that in one reduction: it reads each gradient once, and writes no column to memory.
+
+        Args:
+            columns: tensors of one shape.
+            axes: the axes to reduce over.
         """
-        # Outside XLA: one column after another.
         pairs = enumerate(columns)
         return tuple(ops.max(x, axes, initial=0) if i == 1 else ops.sum(x, axes) for i, x in pairs)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the replicas, where each replica computes a part of it."""
-        # On JAX one program spans the devices; on torch Keras refuses such statistics.
+        """Sum a tensor over the replicas of a strategy."""
+        # On JAX one program spans the devices. On torch Keras refuses synchronized statistics.
         return x
 
     # ---- The step ------------------------------------------------------------------------------
@@ -142,18 +180,27 @@ class Backend(abc.ABC):
         """Turn counts into the flags that the rest of the step acts on.
 
         Args:
-            number: above 0 if gradients are not finite.
+            number: float32[] or int32[], above 0 if a gradient is not finite.
             loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-            others: float32 and int32 tensors that go with them.
+            *others: float32 and int32 tensors that are read in the same transfer.
 
         Returns:
-            bool[] gradients are finite; bool[] the loss is finite; the others. Outside a trace, all
-            are NumPy values, read in one transfer, to branch on; inside a trace, tensors.
+            bool[], whether the gradients are finite; bool[], whether the loss is; and the others.
+            In a compiled step these are tensors. In an eager one they are NumPy values, so that the
+            step may branch on them.
         """
 
     def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
-        """`finite`, with a dependency on `sample`, so that XLA samples before it updates."""
-        # Things happen in the order of the calls.
+        """Make XLA take a sample before it updates what was sampled.
+
+        Args:
+            finite: bool[], which the update waits for.
+            sample: float32[n], of the variables before the update.
+
+        Returns:
+            bool[], equal to `finite`, computed from both.
+        """
+        # Where XLA does not compile, operations run in the order of the calls.
         return finite
 
     def run_step(
@@ -164,12 +211,13 @@ class Backend(abc.ABC):
         inner: Any,
         loss_nonfinite: Variable,
     ) -> None:
-        """Sum the gradients over the replicas, if there are any, and run a step for all of them.
+        """Sum the gradients over the replicas, and run one step for all of them.
 
         Args:
-            step: takes how its parts run (`OneReplica`), the gradients and the variables.
-            gradients, variables: of the scaled loss of this replica, one for each variable.
-            inner: the optimizer that updates them.
+            step: takes an `OneReplica`, which runs its parts, the gradients and the variables.
+            gradients: of this replica's scaled loss, one for each variable.
+            variables: the variables to update.
+            inner: the Keras optimizer that updates them.
             loss_nonfinite: the variable that `record_loss_finite` was given.
 
         Raises:
@@ -179,25 +227,32 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
-        """Record whether a loss is finite, with replicas that of each. Does nothing on JAX."""
+        """Record whether the loss is finite; each replica records its own. Does nothing on JAX.
+
+        Args:
+            variable: float32[], which becomes positive if the loss is not finite.
+            is_finite: returns bool[].
+        """
 
     # ---- A step that may be skipped: branch, mask or restore -------------------------------------
 
     def update_if(
         self, applies: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
     ) -> None:
-        """Let a Keras optimizer update the variables, or leave them as they are.
+        """Let a Keras optimizer update the variables, or skip the update.
 
-        Each backend takes the cheapest of three ways. To *branch* runs nothing in a skipped step,
-        but a conditional stalls an accelerator. To *mask* runs the update in every step, and each
-        assignment selects between the new value and the old; XLA fuses the select into the update.
-        To *restore* copies all variables, updates, and writes the copies back. It needs no
-        conditional and no way into the assignments, and moves the most memory.
+        Each backend takes the cheapest of three ways:
+
+        - *branch*: a skipped step runs nothing. A conditional stalls an accelerator.
+        - *mask*: every step runs the update, and each assignment selects between the old value and
+          the new one. XLA fuses the select into the update.
+        - *restore*: every step copies the variables and runs the update; a skipped one writes the
+          copies back. That moves the most memory, and works where nothing else does.
 
         Args:
-            applies: bool[], whether the update happens.
-            inner: the optimizer. Its own variables stay as they are, too, unless `applies`.
-            gradients: what it is given, one for each variable.
+            applies: bool[]. If False, the variables stay as they are, and the optimizer's, too.
+            inner: the Keras optimizer.
+            gradients: one for each variable.
             variables: the variables to update.
         """
 
@@ -208,31 +263,30 @@ class Backend(abc.ABC):
         self.branch(applies, update, applies)
 
     def branch(self, pred: Tensor, then: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
-        """Return `then()` if `pred`, a bool[], else `otherwise`.
+        """Return `then()` if `pred`, a bool[], else `otherwise`, a tensor of the same shape.
 
-        In a program that JAX or `torch.compile` compiles, `then` must not write anything.
+        In a program that JAX or `torch.compile` compiles, `then` must not assign to a variable.
         """
         return then() if bool(pred) else otherwise
 
     def copied_values(self, variables: Sequence[Variable]) -> list[Tensor]:
-        """The present values of variables, which later assignments do not change."""
+        """Return the present values of variables, which later assignments do not change."""
         return [v.value for v in variables]
 
     def restore_unless(
         self, applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]
     ) -> None:
-        """Give each variable the value in `old` back unless `applied`, a bool[]."""
+        """Give variables their old values back unless the update was applied.
+
+        Args:
+            applied: bool[], whether it was.
+            variables: the variables that it has updated.
+            old: their `copied_values` from before.
+        """
         for variable, value in zip(variables, old, strict=True):
             variable.assign(ops.where(applied, variable.value, value))
 
     # ---- Keras's training loop -----------------------------------------------------------------
-
-    # The class of what stands in the place of a `keras.Variable` in an optimizer.
-    BaseView: Any = keras.Variable
-    # Whether `record_loss_finite` knows of a loss that is not finite before the step.
-    SEES_LOSS: bool = True
-    # What a train function raises when the data ends.
-    END_OF_DATA: tuple[type[Exception], ...] = (StopIteration,)
 
     def around_train_step(
         self,
@@ -243,16 +297,16 @@ class Backend(abc.ABC):
     ) -> Callable[..., Any]:
         """Run two functions around Keras's train step, in the same compiled program.
 
-        Both read and assign variables of the model, its optimizer and its metrics as usual.
+        Both may read and assign variables of the model, its optimizer and its metrics.
 
         Args:
             model: `keras.Model`, compiled.
-            train_step: its train step, with the signature that the backend's trainer calls.
-            before: called first; what it returns is handed to `after`.
-            after: called with that and with the logs of the train step; returns the logs.
+            train_step: the model's train step, as the backend's trainer calls it.
+            before: called before the train step.
+            after: takes what `before` returned and the logs of the train step; returns the logs.
 
         Returns:
-            A train step with the same signature.
+            A function that the trainer can call in place of `train_step`.
         """
 
         def step(data: Any) -> Any:
@@ -262,15 +316,22 @@ class Backend(abc.ABC):
         return step
 
     def settle(self, model: Any) -> None:
-        """Write the state that the loop of `fit` holds into the variables of the model."""
-        # The variables of a model that trains hold its state.
-        return
+        """Write the state that JAX's loop of `fit` holds into the variables of the model."""
+        return  # elsewhere the variables hold it
 
     # ---- Layers --------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def matmul_float32(self, x: Tensor, kernel: Tensor) -> Tensor:
-        """`x @ kernel` of two half matrices, accumulated and returned in float32."""
+        """Multiply matrices in half precision; accumulate in float32 and return that.
+
+        Args:
+            x: float16 or bfloat16 [rows, n].
+            kernel: of the same dtype, [n, columns].
+
+        Returns:
+            float32[rows, columns].
+        """
 
     @abc.abstractmethod
     def custom_gradient(
@@ -279,13 +340,17 @@ class Backend(abc.ABC):
         backward: Callable[..., Sequence[Tensor | None]],
         inputs: Sequence[Tensor],
     ) -> Sequence[Tensor]:
-        """`forward(*inputs)`, differentiated by `backward`.
+        """Call a function that brings its own gradient.
 
         Args:
-            forward: returns a tuple of tensors; all but the first are kept for the backward pass.
-            backward: takes the inputs, what was kept and the gradients of all of the tensors;
-                returns those of the inputs: one each, or None.
-            inputs: tensors, kept for the backward pass.
+            forward: takes the inputs; returns a tuple of tensors.
+            backward: takes the inputs, the tensors of `forward` without the first, and the
+                gradients of all of these tensors. Returns the gradient of each input, or None.
+            inputs: tensors; they stay in memory until the backward pass, as do the tensors of
+                `forward` but for the first.
+
+        Returns:
+            The tensors of `forward`.
         """
 
     def fused_batch_norm(
@@ -297,35 +362,57 @@ class Backend(abc.ABC):
         epsilon: float,
         otherwise: Callable[[], Sequence[Tensor]],
     ) -> Sequence[Tensor]:
-        """Normalize half `x` by its batch in one kernel that keeps only `x`, where there is one.
+        """Normalize a batch in half precision by one kernel; the backward pass keeps only `x`.
+
+        Args:
+            x: float16 or bfloat16, the batch.
+            gamma: float32, broadcastable to `x`: what the normalized numbers are multiplied by.
+            beta: float32, of the same shape, what is added to them.
+            axis: of the features.
+            epsilon: what is added to the variance.
+            otherwise: does the same in several operations.
 
         Returns:
-            The normalized `x`, in its dtype; mean, biased variance and number of elements, each of
-            the shape of `gamma`. Without such a kernel, or where it does harm, `otherwise()`.
+            `x` normalized, in its dtype; its mean, biased variance and number of elements, float32
+            in the shape of `gamma`. From `otherwise()` where there is no such kernel, or where the
+            kernel is inaccurate.
         """
-        # Only TensorFlow has such a kernel, outside XLA.
+        # Only TensorFlow has the kernel, outside XLA.
         return otherwise()
 
     def sum_along(self, x: Tensor, axis: int) -> Tensor:
-        """The sum over all axes but `axis`, as size 1, right to a few units in the last place."""
+        """Sum over all axes but one, right to a few units in the last place.
+
+        Returns:
+            A tensor with as many axes as `x`, of size 1 but for `axis`.
+        """
         return ops.sum(x, [each for each in range(len(x.shape)) if each != axis], keepdims=True)
 
     # ---- Host and device -----------------------------------------------------------------------
 
     def constant(self, values: Any) -> Tensor:
-        """A NumPy array or scalar as a tensor."""
+        """Return a NumPy array or scalar as a tensor."""
         return ops.convert_to_tensor(values)
 
     def segment_sum(self, values: Tensor, keys: Tensor, number: int) -> Tensor:
-        """float32[number]: the sum of the values of each key."""
+        """Sum the values of each key.
+
+        Args:
+            values: float32[n].
+            keys: int32[n], from 0 to `number` - 1.
+            number: how many keys there are.
+
+        Returns:
+            float32[number].
+        """
         return ops.segment_sum(values, keys, num_segments=number)
 
     @abc.abstractmethod
     def bitcast(self, x: Tensor, dtype: str) -> Tensor:
-        """The bits of `x` read as another dtype of its width, as `keras.ops.view` of 3.12 does."""
+        """Read the bits of a tensor as another dtype of its width. Keras has `view` since 3.12."""
 
     def hash_bits(self, x: Tensor) -> Tensor:
-        """A bijection of int32[...] whose result looks random: the finalizer of MurmurHash3."""
+        """Map int32[...] one to one to numbers that look random: the finalizer of MurmurHash3."""
         x = ops.bitwise_xor(x, _shifted(x, 16))
         for factor, by in MURMUR3:
             x = x * factor
@@ -333,29 +420,33 @@ class Backend(abc.ABC):
         return x
 
     def read(self, model: Any, variables: list[Variable], each: bool = False) -> list[Tensor]:
-        """The present values of variables of `model`, its optimizer or its metrics.
+        """Return the present values of variables of a model, its optimizer or its metrics.
 
-        `model` is None in a step. In `fit` on JAX they live in the loop, which a read of a variable
-        would end. `each` stacks those of TensorFlow's replicas; otherwise it is the first one's.
+        Args:
+            model: the model; None within a step. On JAX the loop of `fit` holds the values, and to
+                read a variable would end the loop.
+            variables: the variables.
+            each: whether to return the values of all of TensorFlow's replicas, stacked along a new
+                first axis, instead of the first replica's.
         """
         return [v.value for v in variables]
 
     def to_host(self, x: Any) -> Any:
-        """A copy of a tensor or variable on the host, for `from_host`."""
-        # A copy: the next step may write into the buffer that NumPy would look at.
+        """Copy a tensor or variable to the host, for `from_host`."""
+        # Without a copy, NumPy would look at a buffer that the next step may write into.
         return np.array(ops.convert_to_numpy(x))
 
     def from_host(self, variable: Variable, value: Any) -> None:
-        """Assign what `to_host` returned for this variable, or for a value of it."""
+        """Assign what `to_host` returned for this variable or for one of its values."""
         variable.assign(value)
 
     def preserved(self, variable: Variable) -> Callable[[], None]:
-        """Keep the value of a variable as stored; call the result to put it back."""
+        """Copy the stored value of a variable. Call the result to put it back."""
         value = ops.copy(variable._value)  # `value` may be autocast
         return lambda: variable.assign(value)
 
     def retype(self, variable: Variable, value: Tensor) -> Callable[[], None]:
-        """Give a variable a value of another dtype; call the result to put both back."""
+        """Give a variable a value of another dtype. Call the result to put the old ones back."""
         before, old = variable._dtype, variable._value
 
         def assign(dtype: str, value: Tensor) -> None:
@@ -367,26 +458,29 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def random_state(self) -> Callable[[], None]:
-        """Keep the state of the backend's random generators; call the result to put it back."""
+        """Copy the state of the backend's random generators. Call the result to put it back."""
 
     # ---- Replays of the debugging tools ----------------------------------------------------------
 
     @abc.abstractmethod
     def watch_gradient(self, x: Tensor, record: Callable[[Tensor], None]) -> Tensor:
-        """`x`, whose gradient is handed to `record` on its way back, unless it is being traced."""
+        """Return `x`, and let the backward pass call `record` with its gradient.
+
+        A gradient that is being traced is not recorded.
+        """
 
     @abc.abstractmethod
     def gradients(
         self, loss: Callable[[], Tensor], variables: list[Variable]
     ) -> tuple[Tensor, list[Gradient]]:
-        """Call `loss` eagerly; return its value and its gradients."""
+        """Call `loss` eagerly. Return its value, and its gradient by each variable or None."""
 
     @abc.abstractmethod
     def is_concrete(self, x: Any) -> bool:
-        """Whether `x` holds numbers, which a tensor that is being traced does not."""
+        """Tell whether a tensor holds numbers, rather than being traced."""
 
     def without_functions(self) -> contextlib.AbstractContextManager[None]:
-        """Within, no function is compiled: it would keep traces of the dtypes it is run with."""
+        """Within, compile no function: it would keep traces of dtypes that are about to change."""
         return contextlib.nullcontext()
 
     # ---- Memory --------------------------------------------------------------------------------
@@ -394,41 +488,41 @@ class Backend(abc.ABC):
     def compiled_bytes(
         self, model: Any, specs: list, loss: Callable[[list[Tensor]], Tensor]
     ) -> int | None:
-        """What XLA needs beside arguments and results for the gradient of `loss`.
+        """Ask XLA for the working memory of the gradient of a loss.
 
         Args:
             model: the model that `loss` calls.
             specs: (shape, dtype) of each of its inputs.
-            loss: a function of the list of inputs.
+            loss: takes the list of inputs; returns the loss.
 
         Returns:
-            Bytes; None if no compiler says.
+            Bytes without arguments and results; None if no compiler tells.
         """
         return None
 
     def compiled_step_bytes(self, model: Any, x: Tree, y: Tree) -> int | None:
-        """The most that XLA says one compiled training step of `fit` holds.
+        """Ask XLA for the most memory that one compiled training step of `fit` takes.
 
         Args:
-            model: compiled, and trained for at least one step, so that all variables are there.
-            x: one batch, of arrays; they are not computed with.
+            model: compiled, and trained for at least one step, so that all its variables exist.
+            x: one batch, of arrays, of which only shapes and dtypes count.
             y: its targets.
 
         Returns:
-            Bytes of arguments, results and working memory; None if no compiler says.
+            Bytes of arguments, results and working memory; None if no compiler tells.
         """
         return None
 
 
 class OneReplica:
-    """How the parts of a step run where its gradients are already the sum over all devices.
+    """Runs the parts of a step whose gradients are already the sum over all devices.
 
-    `tensorflow/distribute.py` has those of several replicas.
+    `tensorflow/distribute.py` has subclasses for several replicas.
 
     Args:
         backend: the backend.
-        knows_loss: whether it would know of a loss that is not finite, wherever that is computed.
-            If not, nothing but the gradients may move the scale: all processes have the same.
+        knows_loss: whether a loss that is not finite is known, on whatever device it was computed.
+            If not, only the gradients may move the scale, which all processes have in common.
     """
 
     def __init__(self, backend: Backend, knows_loss: bool = True):
@@ -439,22 +533,22 @@ class OneReplica:
         return function(*args)
 
     def local(self, gradients: list[Gradient]) -> list[Gradient]:
-        """The gradients of the first replica in this process."""
+        """Return the gradients of the first replica in this process."""
         return gradients
 
     def loss_nonfinite(self, variable: Variable) -> Tensor:
-        """float32[], above 0 if `record_loss_finite` was given a loss that is not finite."""
+        """Return float32[], above 0 if `record_loss_finite` has seen a loss that is not finite."""
         return ops.convert_to_tensor(variable)
 
     def update_if(
         self, applies: Tensor, inner: Any, gradients: list[Gradient], variables: list[Variable]
     ) -> None:
-        """`Backend.update_if` on each replica, with gradients from `on_each`."""
+        """Call `Backend.update_if` on each replica, with gradients from `on_each`."""
         self.backend.update_if(applies, inner, gradients, variables)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Shift to the right, with zeros from the left."""
+    """Shift to the right; zeros come in from the left."""
     return ops.bitwise_and(ops.right_shift(x, by), 2 ** (32 - by) - 1)
 
 
@@ -467,7 +561,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def product(x: Any, factor: Tensor) -> Any:
-    """One leaf of `multiply`."""
+    """Return one leaf of `Backend.multiply`."""
     if is_float(x):
         return ops.multiply(at_least_float32(x), factor)
     return ops.multiply(x, ops.cast(factor, x.dtype)) if is_complex(x) else x
@@ -491,7 +585,12 @@ replacing = threading.RLock()
 
 @contextlib.contextmanager
 def applying_by(optimizer: Any, apply_gradients: Callable[..., None]) -> Iterator[None]:
-    """Within, a Keras optimizer's `apply` calls this with gradients and variables to update by."""
+    """Within, a Keras optimizer's `apply` leaves the update to a function.
+
+    Args:
+        optimizer: the optimizer.
+        apply_gradients: takes the gradients and the variables.
+    """
     with replacing:
         optimizer._backend_apply_gradients = apply_gradients
         try:
@@ -501,14 +600,14 @@ def applying_by(optimizer: Any, apply_gradients: Callable[..., None]) -> Iterato
 
 
 def update(optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
-    """What a Keras optimizer does with gradients once they are accumulated."""
+    """Clip the gradients, decay the weights and update, as Keras does after accumulating."""
     clipped = optimizer._clip_gradients(list(gradients))
     optimizer._apply_weight_decay(variables)
     optimizer._backend_update_step(clipped, variables, optimizer.learning_rate)
 
 
 def ends_window(optimizer: Any) -> Tensor:
-    """bool[]: whether this step is the last micro-batch of a window of accumulated gradients."""
+    """Return bool[]: whether this micro-batch is the last of a window of accumulated ones."""
     return (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
 
 
@@ -520,8 +619,8 @@ def accumulate(
 ) -> None:
     """Add the gradients of a micro-batch to their accumulators, or update with the window's mean.
 
-    That is what Keras does, without its conditional: XLA would copy all parameters and slots for
-    it, and TensorFlow refuses it where replicas synchronise.
+    Keras does the same with a conditional, for which XLA copies all parameters and slots, and which
+    TensorFlow refuses where replicas synchronise.
 
     Args:
         optimizer: of Keras, with `gradient_accumulation_steps`.

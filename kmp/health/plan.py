@@ -182,7 +182,7 @@ def look(
         due: from `Telemetry.at_start`; None if nothing is measured.
     """
     nonfinite, levels = _check(plan, gradients)
-    # Outside XLA the few steps that overflow ask for the culprit; the others need only a number.
+    # Outside XLA only overflowing steps compute which variable is to blame.
     blamed = measure.blame(nonfinite) if gradients.divide else None
     (number,) = blamed[:1] if blamed else backend.reduce_columns((nonfinite,), (0,))
     sampling = (due.sampling,) if due else ()

@@ -17,7 +17,11 @@ from kmp._backend.types import Tensor
 
 
 class MeshSharding(Sharding):
-    """Of variables that lie on a mesh of devices by these layouts, one for each."""
+    """Variables that are split over a mesh of devices.
+
+    Args:
+        layouts: `NamedSharding` of each variable, all of one mesh.
+    """
 
     def __init__(self, layouts: Sequence[NamedSharding]):
         self._layouts = layouts
@@ -47,7 +51,7 @@ class MeshSharding(Sharding):
             def on_device(*tensors: Tensor) -> Any:
                 return function(target, *tensors)
 
-            # Unchecked, for JAX does not know of every operation what it makes the same everywhere.
+            # Unchecked: of some operations JAX cannot tell that all devices get the same result.
             return jax.shard_map(
                 on_device,
                 mesh=self._mesh,
@@ -62,7 +66,8 @@ class MeshSharding(Sharding):
         return _EagerSharding(self._mesh)
 
     def reduced(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        # Of the same shard on several devices one counts: where the other axes of the mesh begin.
+        # Several devices may hold the same shard. It counts on the first one along the mesh axes
+        # that do not split the variable.
         axes = self._mesh.axis_names
         first = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in axes])
         counts = jnp.all(self._is_split | first, axis=1)
@@ -80,6 +85,6 @@ class _EagerSharding(Sharding):
 
 
 def _axes_of(layout: NamedSharding) -> list[str]:
-    """The axes of the mesh over which those of a variable are split."""
+    """Return the axes of the mesh that split a variable."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in layout.spec)
     return [axis for entry in entries for axis in entry]

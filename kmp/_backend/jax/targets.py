@@ -11,7 +11,7 @@ from jax.interpreters import ad, batching, mlir
 
 from kmp._backend.types import Tensor
 
-# JAX's names of its compilers, and what a device of theirs is called here.
+# By JAX's name of a compiler, the target that it compiles for.
 _TARGETS = {"cpu": "cpu", "tpu": "tpu", "cuda": "gpu", "rocm": "gpu"}
 
 # `jax.lax.platform_dependent` would trace the function for each target in every program.
@@ -26,7 +26,7 @@ def _(*_: Any, function: Callable, shapes: tuple) -> list:
 
 @PER_TARGET.def_impl
 def _(*tensors: Tensor, function: Callable, shapes: tuple) -> Sequence[Tensor]:
-    """Where `jax.grad` or `jax.vmap` of a step is not compiled."""
+    """Run at once: `jax.grad` or `jax.vmap` of an eager step."""
     return function(jax.default_backend(), *tensors)
 
 
@@ -38,7 +38,7 @@ def _lower(context: Any, *operands: Any, function: Callable, shapes: tuple, targ
 def _batch(
     tensors: Sequence[Tensor], axes: Sequence[Any], *, function: Callable, shapes: tuple
 ) -> tuple[Sequence[Tensor], Sequence[int]]:
-    """`jax.vmap` over steps, as for an ensemble."""
+    """Support `jax.vmap` over steps, as for an ensemble."""
 
     def each(target: str, *tensors: Tensor) -> Sequence[Tensor]:
         return jax.vmap(functools.partial(function, target), tuple(axes))(*tensors)
@@ -52,7 +52,7 @@ def _batch(
 
 
 def _jvp(primals: Sequence[Tensor], _: Any, **parameters: Any) -> tuple[list, list]:
-    """`jax.grad` through a step, as in meta-learning: what is looked at is constant there."""
+    """Support `jax.grad` through a step, as in meta-learning; measurements count as constants."""
     found = PER_TARGET.bind(*primals, **parameters)
     return found, [jnp.zeros_like(x) for x in found]
 

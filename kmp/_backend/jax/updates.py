@@ -1,4 +1,4 @@
-"""How a compiled step of JAX leaves variables as they are where it is skipped."""
+"""Updates of a compiled step on JAX, which leave the variables as they are if it is skipped."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ def masked(applies: Tensor) -> Iterator[None]:
 
 
 class _Selects(keras.StatelessScope):
-    """A scope in which each assignment selects; variables not assigned to read as outside of it."""
+    """A scope in which an assignment selects between the old value and the new one."""
 
     def __init__(self, applies: Tensor):
         super().__init__()
@@ -55,7 +55,7 @@ class _Selects(keras.StatelessScope):
 
 
 def _accumulating_by_mask(optimizer: Any) -> contextlib.AbstractContextManager[None]:
-    """Within, a Keras optimizer that accumulates gradients does so without a conditional.
+    """Within, a Keras optimizer accumulates gradients without a conditional.
 
     Keras computes the update in every micro-batch and chooses with `lax.cond`, whose operands XLA
     copies: all parameters and slots. A moving average of the weights stays with Keras.

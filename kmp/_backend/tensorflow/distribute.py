@@ -21,19 +21,19 @@ from kmp._backend.types import Gradient, Tensor, Variable
 
 _lock = threading.Lock()
 _replicas_within: collections.Counter[int] = collections.Counter()  # by the optimizer's id
-_noted = threading.local()  # of this replica, whose thread it is, by the ids of variables
+_recorded = threading.local()  # of this replica, whose thread it is, by the ids of variables
 
 
 def record_loss_of_replica(variable: Variable, nonfinite: Tensor) -> None:
-    """Keep whether a loss of this replica is not finite; its step sums that over the replicas."""
+    """Record whether this replica's loss is not finite; the step sums that over the replicas."""
     before = _taken(variable)
     both = nonfinite if before is None else tf.maximum(before, nonfinite)
-    vars(_noted)[str(id(variable))] = both
+    vars(_recorded)[str(id(variable))] = both
 
 
 def _taken(variable: Variable) -> Tensor | None:
-    """What this replica has noted in the function that is being traced, once."""
-    found = vars(_noted).pop(str(id(variable)), None)
+    """Return what this replica has recorded in the function that is being traced, and forget it."""
+    found = vars(_recorded).pop(str(id(variable)), None)
     graph = tf.compat.v1.get_default_graph()
     is_elsewhere = tf.is_symbolic_tensor(found) and found.graph is not graph
     return None if is_elsewhere else found
@@ -50,10 +50,10 @@ def step_on_replicas(
 
     Args:
         backend: the backend.
-        step: takes how its parts run (see `OneReplica`), gradients and variables.
+        step: takes an `OneReplica`, which runs its parts, gradients and variables.
         gradients: this replica's gradients of the scaled loss.
         variables: their variables.
-        loss_nonfinite: what the losses were noted for.
+        loss_nonfinite: the variable that `record_loss_finite` was given.
 
     Raises:
         ValueError: outside a replica context.
@@ -64,36 +64,36 @@ def step_on_replicas(
             "context of a tf.distribute strategy. Call it inside the function that you give to "
             "strategy.run(...)."
         )
-    noted = _taken(loss_nonfinite)
-    *gradients, noted = _all_reduced([*gradients, noted])
+    recorded = _taken(loss_nonfinite)
+    *gradients, recorded = _all_reduced([*gradients, recorded])
     if not merges_replicas():
-        step(_Knowing(backend, noted), gradients, variables)
+        step(_Knowing(backend, recorded), gradients, variables)
         return
 
-    def merged(strategy: Any, gradients: list, variables: list, noted: Any) -> None:
-        known = None if noted is None else strategy.experimental_local_results(noted)[0]
+    def merged(strategy: Any, gradients: list, variables: list, recorded: Any) -> None:
+        known = None if recorded is None else strategy.experimental_local_results(recorded)[0]
         step(_MergedReplicas(backend, strategy, known), gradients, variables)
 
     replica = tf.distribute.get_replica_context()
-    replica.merge_call(merged, args=(gradients, variables, noted))
+    replica.merge_call(merged, args=(gradients, variables, recorded))
 
 
 class _Knowing(OneReplica):
-    """Knows what was noted of the losses of all replicas; None if nothing was."""
+    """Knows what the replicas have recorded of their losses: a sum, or None."""
 
-    def __init__(self, backend: Backend, noted: Tensor | None):
+    def __init__(self, backend: Backend, recorded: Tensor | None):
         super().__init__(backend)
-        self._noted = noted
+        self._recorded = recorded
 
     def loss_nonfinite(self, variable: Variable) -> Tensor:
-        return tf.zeros(()) if self._noted is None else self._noted
+        return tf.zeros(()) if self._recorded is None else self._recorded
 
 
 class _MergedReplicas(_Knowing):
     """Runs the parts of a step from the cross-replica context."""
 
-    def __init__(self, backend: Backend, strategy: Any, noted: Tensor | None):
-        super().__init__(backend, noted)
+    def __init__(self, backend: Backend, strategy: Any, recorded: Tensor | None):
+        super().__init__(backend, recorded)
         self._strategy = strategy
 
     def on_each(self, function: Callable, *args: Any) -> Any:
@@ -166,7 +166,7 @@ def _all_reduced(gradients: list[Gradient]) -> list[Gradient]:
 def _update(
     on_each: Callable, inner: Any, gradients: list[Gradient], variables: list[Variable]
 ) -> None:
-    """Apply the inner optimizer on every replica, with its two branches lifted out of them."""
+    """Apply the inner optimizer on every replica, but decide its two conditionals out here."""
     window, overwrite = inner.gradient_accumulation_steps, inner.ema_overwrite_frequency
     if not (window or (inner.use_ema and overwrite)):
         on_each(inner.apply, gradients, variables)
@@ -196,7 +196,7 @@ def _update(
     if overwrites is not None:
 
         def overwrite_variables():
-            # As Keras does: before the step is counted, by whose number bfloat16 is rounded.
+            # Keras overwrites before it counts the step, whose number bfloat16 is rounded by.
             inner._iterations.assign_sub(1)
             inner._overwrite_model_variables_with_average_value(inner._trainable_variables)
             inner._iterations.assign_add(1)

@@ -1,4 +1,4 @@
-"""How a step that XLA compiles leaves TensorFlow variables as they are where it is skipped."""
+"""Updates of a step that XLA compiles, which leave the variables as they are if it is skipped."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import tensorflow as tf
 from kmp._backend.base import replacing
 from kmp._backend.types import Gradient, Tensor, Variable
 
-# All that Keras's optimizers change a variable with.
+# The methods by which Keras's optimizers change a variable.
 _METHODS = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_add", "scatter_sub")
 
 
@@ -31,7 +31,7 @@ def masked(applies: Tensor, variables: list[Variable]) -> Iterator[None]:
     native = [v.value for v in variables]
     with replacing:
         for variable in native:
-            # All of them first: what is masked already would be masked twice.
+            # Look up all methods before one is replaced, or some would be masked twice.
             methods = {name: _masked(variable, name, applies) for name in _METHODS}
             vars(variable).update(methods)
         try:
@@ -46,7 +46,7 @@ def _masked(variable: Any, name: str, applies: Tensor) -> Callable:
     change, assign = getattr(variable, name), variable.assign
 
     def dense(value, *args, **kwargs):
-        old = variable.value()  # `read_value` is a node more
+        old = variable.value()  # `read_value` would be one more node of the graph
         value = tf.cast(value, variable.dtype)
         if name == "assign_add":
             value = old + value

@@ -1,4 +1,4 @@
-"""What stands in the place of a Keras variable in an optimizer on TensorFlow."""
+"""The base class of objects that stand in for a Keras variable in an optimizer on TensorFlow."""
 
 from typing import Any
 
