@@ -1,4 +1,4 @@
-"""Aliases that say what an argument is; the backends share no common base class."""
+"""Aliases that say what an argument is; tensors of the three backends share no base class."""
 
 from typing import Any, NamedTuple, TypeAlias
 
