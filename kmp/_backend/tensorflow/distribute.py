@@ -157,10 +157,16 @@ def restore_unless(applied: Tensor, variables: list[Variable], old: list[Tensor]
 
 
 def _all_reduced(gradients: list[Gradient]) -> list[Gradient]:
-    present = [g for g in gradients if g is not None]
+    """The sums over the replicas: one all-reduce for each dtype, which TensorFlow does not mix."""
     replica = tf.distribute.get_replica_context()
-    reduced = iter(replica.all_reduce(tf.distribute.ReduceOp.SUM, present))
-    return [None if g is None else next(reduced) for g in gradients]
+    present = {i: g for i, g in enumerate(gradients) if g is not None}
+    sums: dict[int, Gradient] = {}
+    for dtype in dict.fromkeys(g.dtype for g in present.values()):  # in one order on all replicas
+        places = [i for i, g in present.items() if g.dtype == dtype]
+        alike = [present[i] for i in places]
+        reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, alike)
+        sums |= dict(zip(places, reduced, strict=True))
+    return [sums.get(i) for i in range(len(gradients))]
 
 
 def _update(
