@@ -178,8 +178,8 @@ def main() -> None:
         compile_model=compile_raw_regression,
         x=x,
         y=y,
-        # These gradients need a scale below 1, and the floor is 1 unless it is moved.
-        rule=kmp.DynamicLossScale(min_scale=2.0**-16),
+        # These gradients need a scale below 1.
+        rule=kmp.DynamicLossScale(),
         learning_rate=1e-2,
         batch_size=34,
         epochs=8 if smoke else 30,

@@ -61,7 +61,7 @@ def scale_number(name: str, value: Any, owner: str) -> float:
         raise ValueError(
             f"`{name}` of {owner} must be a positive, finite number between 2**-126 and 2**126, so "
             f"that its reciprocal is finite too. Received: {name}={value}. Write a power of two, "
-            f"such as {name}={2.0**15 if name != 'min_scale' else 1.0}."
+            f"such as {name}={2.0**15 if name != 'min_scale' else '2.0**-48'}."
         )
     return value
 
@@ -96,14 +96,14 @@ def check_scales(owner: str, initial_scale: float, min_scale: float, max_scale: 
         raise ValueError(
             f"`min_scale` of {owner} must not be above `max_scale`. Received: "
             f"min_scale={min_scale}, max_scale={max_scale}. Swap the two, or leave one at its "
-            "default (1 and 2**24)."
+            "default (2**-48 and 2**24)."
         )
     if not min_scale <= initial_scale <= max_scale:
         raise ValueError(
             f"`initial_scale` of {owner} must lie in [min_scale, max_scale]. Received: "
             f"initial_scale={initial_scale}, min_scale={min_scale}, max_scale={max_scale}. Pass "
-            f"min_scale={min(initial_scale, 1.0)} or max_scale={max(initial_scale, 2.0**24)} with "
-            "it."
+            f"min_scale={min(initial_scale, min_scale)} or "
+            f"max_scale={max(initial_scale, max_scale)} with it."
         )
 
 

@@ -62,7 +62,7 @@ def loss_scales(
     growth_factor=2.0,
     backoff_factor=0.5,
     growth_interval=2000,
-    min_scale=1.0,
+    min_scale=2.0**-48,
     max_scale=2.0**24,
     hysteresis=1,
 ):

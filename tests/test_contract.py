@@ -304,7 +304,7 @@ def test_gradients_are_divided_by_the_scale_of_their_own_loss(mode):
 
 
 @pytest.mark.parametrize("mode", COMPILED_MODES or MODES)  # so many steps take long eagerly
-@pytest.mark.parametrize("min_scale", few([1.0, 2.0**-126], 2.0**-126))
+@pytest.mark.parametrize("min_scale", few([1.0, 2.0**-48, 2.0**-126], 2.0**-126))
 def test_160_overflows_and_the_next_finite_step(mode, min_scale):
     rule = kmp.DynamicLossScale(min_scale=min_scale)
     run = Run(kmp.scaled("sgd", rule, learning_rate=0.1), mode)

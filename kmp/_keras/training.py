@@ -37,6 +37,16 @@ def set_loss_tracker(model: Any, tracker: Any) -> None:
     vars(model)["_loss_tracker"] = tracker  # `setattr` would list it among the metrics twice
 
 
+def metrics_of(model: Any) -> list[Any]:
+    """The metrics of a model, each on its own.
+
+    Those given to `compile` are in one, which may be built later. Private: `_compile_metrics`.
+    """
+    compiled = model._compile_metrics
+    found = [metric.metrics if metric is compiled else [metric] for metric in model.metrics]
+    return [metric for group in found for metric in group]
+
+
 def note_placements(model: Any) -> None:
     """Let the loop of `fit` know that the model has other variables than when it began.
 

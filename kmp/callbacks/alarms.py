@@ -25,11 +25,11 @@ class Alarms:
         self._said: set[str] = set()
         self._step = 0  # of the last report
 
-    def of_verdict(self, report: GradientReport, verdict: Verdict) -> None:
-        """Warn of the state of a run, if it is one to act upon."""
+    def of_verdict(self, step: int, verdict: Verdict) -> None:
+        """Warn of the state of a run after a step, if it is one to act upon."""
         if verdict.state not in ("HEALTHY", "CALIBRATING", *self._said):
             self._said.add(verdict.state)
-            warn(f"Step {report.step}: {verdict}")
+            warn(f"Step {step}: {verdict}")
 
     def of_gradients(self, look: Observation) -> None:
         """Warn of gradients that overflowed, vanish or explode, since the look before."""
@@ -63,6 +63,17 @@ class Alarms:
             "lower the learning rate, or clip with global_clipnorm=1.0.",
         )
 
+    def of_skipped_steps(self, step: int, steps: int, skips: int) -> None:
+        """Warn if many of the last steps of an epoch, which ended with `step`, were skipped."""
+        many = skips > 1 and skips > self._limits.max_overflow_rate * steps
+        if many and "skipped steps" not in self._said:
+            self._said.add("skipped steps")
+            warn(
+                f"Step {step}: {skips} of the last {steps} steps were skipped "
+                f"({skips / steps:.1%}). The epoch's loss and metrics count their batches all the "
+                "same, where the loss is finite, but nothing was learned from them."
+            )
+
     def of_unscaled_float16(self, model: Any, rule: Any) -> None:
         """Warn if layers compute in float16 although nothing scales the loss."""
         if scales(rule):
@@ -82,8 +93,8 @@ class Alarms:
             report.step,
             "gradient overflow",
             {path: f"{count} of {report.step} steps" for path, count in counts},
-            f"those steps were skipped and nothing was lost; the loss scale is now "
-            f"{report.loss_scale:g}. A few at the beginning are how the scale is found.",
+            "those steps were skipped, and nothing was learned from their batches; the loss scale "
+            f"is now {report.loss_scale:g}. A few at the beginning are how the scale is found.",
         )
 
     def _once(self, step: int, kind: str, found: Mapping[str, str], advice: str) -> None:

@@ -23,7 +23,7 @@ _ACTIONS = ("warn", "stop", "rollback")
 # So many losses in a row that are not finite make a reading that is none, although the optimizer
 # skips the steps: the weights are finite and so far off that nothing else will come of them.
 _DEAD_LOSSES = 10  # not finite, in a row
-_DEAD_STEPS = 30  # skipped in a row: more than the scale takes from its ceiling to its floor
+_DEAD_STEPS = 30  # skipped in a row, the last of them at a loss scale that cannot fall any further
 
 
 class DivergenceGuard(keras.callbacks.Callback):
@@ -32,7 +32,8 @@ class DivergenceGuard(keras.callbacks.Callback):
     A skipped step does no harm. This callback is for steps that were applied and should not have
     been: a bad batch with finite gradients, or a learning rate that is too high. Such a step can
     leave weights so large that every later step is skipped. That counts as divergence too: after 10
-    losses in a row that are not finite, or 30 skipped steps in a row with a finite loss.
+    losses in a row that are not finite, or 30 skipped steps in a row if the loss scale cannot fall
+    any further.
 
     Every `update_freq` training steps it reads the losses of the steps since its last look, in one
     transfer. Their mean is one reading of `detector`. At a spike it does what `action` says:
@@ -41,8 +42,8 @@ class DivergenceGuard(keras.callbacks.Callback):
     "warn"      a warning, once for each spike
     "stop"      a warning, and training stops
     "rollback"  weights, all other state of the layers and the optimizer's go back to a snapshot;
-                the learning rate times lr_factor, the loss scale times the rule's backoff_factor
-                (never above what it is now); after max_rollbacks as "warn"
+                the learning rate times lr_factor, the loss scale what it was then times the rule's
+                backoff_factor; after max_rollbacks as "warn"
     ```
 
     After a rollback `fit` goes on with the next batch, so the bad batches do not come back. A
@@ -174,7 +175,7 @@ class DivergenceGuard(keras.callbacks.Callback):
         self._counted_steps = progress.counted_steps
         if reading is None:  # every step since the last look was skipped
             dead = progress.nonfinite_losses >= _DEAD_LOSSES
-            if not (dead or progress.consecutive_skips >= _DEAD_STEPS):
+            if not (dead or progress.hopeless_skips >= _DEAD_STEPS):
                 return
             reading = math.nan
         self._state = self.detector.next(self._state, reading)

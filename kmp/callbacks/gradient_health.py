@@ -16,10 +16,11 @@ from kmp.callbacks.curves.outlets import Outlets
 from kmp.callbacks.order import come_first
 from kmp.callbacks.protection import Claim, protect_fit, release
 from kmp.callbacks.verdict.detectors import detectors, judge
+from kmp.callbacks.verdict.not_training import no_steps
 from kmp.callbacks.verdict.observation import Observation, Run
 from kmp.callbacks.verdict.states import Limits, Verdict, checked_limits
 from kmp.health.report import GradientReport, read_report
-from kmp.health.telemetry import kept_sampling
+from kmp.health.telemetry import FIRST_STEPS, kept_sampling
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 
@@ -47,8 +48,8 @@ class GradientHealth(keras.callbacks.Callback):
     update_ratio     log10 of update norm over weight norm, median of the variables; healthy near -3
     ```
 
-    While `fit` runs the model is protected, as `kmp.protect` does: `loss` and metrics are averages
-    over the steps that were not skipped, and a skipped step leaves the state of all layers alone.
+    While `fit` runs the model is protected, as `kmp.protect` does: `loss` and metrics leave out
+    what is not finite, and a skipped step leaves the state of all layers alone.
     When `fit` ends, the model and the optimizer are as they were.
 
     Args:
@@ -84,8 +85,8 @@ class GradientHealth(keras.callbacks.Callback):
 
     Warns:
         kmp.PrecisionWarning: once for each kind, with counts and paths: a verdict but HEALTHY and
-            CALIBRATING, an overflow, a vanishing gradient, an exploding one; and float16 layers
-            without loss scaling.
+            CALIBRATING, an overflow, more than 1% of an epoch's steps skipped, a vanishing
+            gradient, an exploding one; and float16 layers without loss scaling.
 
     Example:
 
@@ -129,6 +130,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._told = ""  # the state that was printed last
         self._optimizer, self._cadence = optimizer, Cadence(self._every, step)
         self._alarms, self._detectors = Alarms(self.limits), detectors()
+        self._calibrated: GradientReport | None = None  # the first after the first 100 steps
 
     def set_model(self, model):
         super().set_model(model)
@@ -174,6 +176,7 @@ class GradientHealth(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._outlets.begin_epoch()
+        self._batches = 0
         self._worst: Verdict | None = None
         self._run.sync()
         if self._optimizer.built:
@@ -183,6 +186,7 @@ class GradientHealth(keras.callbacks.Callback):
             self._optimizer.sample_gradients(self._often, and_at=last)
 
     def on_train_batch_begin(self, batch, logs=None):
+        self._batches = batch + 1  # at least; one execution may take several
         if self._cadence.is_due(batch):
             self._look()
 
@@ -192,6 +196,9 @@ class GradientHealth(keras.callbacks.Callback):
         report = self._look(losses)
         if report is not None:
             self._epoch_steps = report.step - self._cadence.epoch_start
+            if since := self._since_calibration():
+                steps, skips = report.step - since.step, report.skipped_steps - since.skipped_steps
+                self._alarms.of_skipped_steps(report.step, steps, skips)
             self._cadence.epoch_start, self._epoch_start = report.step, report
             found = readings.numbers(report, self.verdict, self._ratio)
             logs.update({f"{self.prefix}{name}": found[name] for name in self.logs})
@@ -211,21 +218,34 @@ class GradientHealth(keras.callbacks.Callback):
 
     def _look(self, losses: Mapping[str, Any] | None = None) -> GradientReport | None:
         """Look at the run; `losses` are those of an epoch that ends."""
-        report = self._read(self._optimizer)
-        if report is None or (self.report and self.report.step == report.step):
+        report, batches = self._read(self._optimizer), 0 if losses is None else self._batches
+        if report is None and batches > 1:  # nobody has ever given it a gradient
+            self.verdict = no_steps(batches)
+            self._alarms.of_verdict(0, self.verdict)
+        if report is None or (self.report and self.report.step == report.step and not batches):
             return report
-        look = self._observe(report, losses)
+        look = self._observe(report, losses, batches)
         verdict = judge(self._detectors, look)
         # The verdict is on the whole epoch: one good look takes nothing back.
         if self._worst is None or verdict.code >= self._worst.code:
             self._worst = verdict
         self.report, self.verdict, self._ratio = report, self._worst, look.update_ratio
-        self._alarms.of_verdict(report, self.verdict)
+        if self._calibrated is None and report.step >= FIRST_STEPS:
+            self._calibrated = report
+        self._alarms.of_verdict(report.step, self.verdict)
         self._alarms.of_gradients(look)
         self._outlets.look(report, self.verdict, look.update_ratio)
         return report
 
-    def _observe(self, report: GradientReport, losses: Mapping[str, Any] | None) -> Observation:
+    def _since_calibration(self) -> GradientReport | None:
+        """From where an epoch's skipped steps count: its start, or the first look after step 100,
+        before which overflows find the loss scale."""
+        start = self._epoch_start
+        return start if start and start.step >= FIRST_STEPS else self._calibrated
+
+    def _observe(
+        self, report: GradientReport, losses: Mapping[str, Any] | None, batches: int
+    ) -> Observation:
         optimizer, layers = self._optimizer, self._run.layers()
         return Observation(
             report,
@@ -233,6 +253,7 @@ class GradientHealth(keras.callbacks.Callback):
             epoch_start=self._epoch_start,
             fit_start=self._fit_start,
             losses=losses,
+            batches=batches,
             layers=layers,
             weights=self._run.weights(layers),
             rule=optimizer.loss_scale,

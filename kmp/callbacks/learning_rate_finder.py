@@ -17,8 +17,9 @@ from kmp.callbacks.range_test import draw, has_diverged, smooth, steepest
 from kmp.callbacks.sweep import SweptModel
 from kmp.summaries import SummaryWriter
 
-_DEAD_LOSSES = 10  # so many in a row that are not finite, and nothing will come of them
-_MAX_HALVINGS = 24  # skips in a row from the scale's ceiling of 2**24 to its floor of 1
+# So many losses in a row that are not finite, or steps in a row that were skipped although the loss
+# scale cannot fall any further, and nothing will come of them.
+_DEAD = 10
 
 
 class LearningRateFinder(keras.callbacks.Callback):
@@ -227,8 +228,8 @@ class LearningRateFinder(keras.callbacks.Callback):
                 loss = float(progress.recent[(counted - applied + step) % RECENT])
                 self._add_point(swept.sweep.at(step), loss)
         self._applied, self._counted = applied, counted
-        dead = max(progress.nonfinite_losses, progress.consecutive_skips - _MAX_HALVINGS)
-        if dead >= _DEAD_LOSSES:
+        dead = max(progress.nonfinite_losses, progress.hopeless_skips)
+        if dead >= _DEAD:
             self._stop(f"{dead} losses or steps in a row were not finite")
         if applied - swept.sweep.first_step >= self.steps:
             self._over = True

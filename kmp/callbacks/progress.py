@@ -1,5 +1,6 @@
 """What the compiled training steps have counted, read on the host in one transfer."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ class Progress(NamedTuple):
         seen_steps, counted_steps, nonfinite_losses, recent: see `LossTracker`.
         skipped_steps: steps skipped since training began; None if the optimizer does not say.
         consecutive_skips: skipped steps in a row up to now; 0 if the optimizer does not say.
+        hopeless_skips: the same if the loss scale cannot fall any further, else 0.
         nonfinite: indices of the weights asked for that are not finite.
     """
 
@@ -36,6 +38,7 @@ class Progress(NamedTuple):
     recent: np.ndarray
     skipped_steps: int | None
     consecutive_skips: int
+    hopeless_skips: int
     nonfinite: np.ndarray
 
     def mean_loss_since(self, counted_steps: int) -> float | None:
@@ -60,13 +63,16 @@ def read_progress(model: Any, weights: Sequence[Variable] = ()) -> Progress:
     counts_skips = isinstance(optimizer, LossScaleOptimizer)
     if counts_skips and optimizer.built:
         counters += [optimizer.steps, optimizer.skipped_steps, optimizer.consecutive_skips]
+        counters.append(optimizer.scale_variable)
     counters.append(tracker.recent)
     live = backend.read(model, [*counters, *weights])
     counts, values = live[: len(counters)], live[len(counters) :]
     finite = ops.stack([True, *(ops.all(ops.isfinite(x)) for x in values)])
     *numbers, recent, flags = transfer([*counts, finite])
-    seen, counted, nonfinite, applied, *rest = (int(x) for x in numbers)
-    step, skipped, in_a_row = rest or (applied, 0, 0)
+    seen, counted, nonfinite, applied, *rest = (x.item() for x in numbers)
+    step, skipped, in_a_row, scale = rest or (applied, 0, 0, 0.0)
+    # A rule without a floor does not search for a scale.
+    floor = getattr(getattr(optimizer, "loss_scale", None), "min_scale", math.inf)
     return Progress(
         step=step,
         applied_steps=applied,
@@ -76,6 +82,7 @@ def read_progress(model: Any, weights: Sequence[Variable] = ()) -> Progress:
         recent=recent,
         skipped_steps=skipped if counts_skips else None,
         consecutive_skips=in_a_row,
+        hopeless_skips=in_a_row if scale <= floor else 0,
         nonfinite=np.flatnonzero(flags[1:] == 0),
     )
 

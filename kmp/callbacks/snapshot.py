@@ -27,8 +27,8 @@ class Snapshot(NamedTuple):
         step: the training step after which it was taken.
         variables: `training_state(model)` then; an optimizer may have been built since.
         values: copies of them on the host.
-        loss_scales: the loss scale of each of the model's optimizers then; 1.0 where nothing is
-            scaled.
+        loss_scales: the loss scale of each of the model's optimizers then; its initial one where
+            nothing has been built, 1.0 where nothing is scaled.
     """
 
     step: int
@@ -90,12 +90,17 @@ def take_snapshot(model: Any, step: int, meant: Collection[int] = ()) -> Snapsho
     if not bool(all_finite([x for x, is_asked in zip(held, asked, strict=True) if is_asked])):
         return None
     found = iter(live[len(state) :])
-    loss_scales = [1.0 if x is None else _number(next(found)) for x in scales]
+    loss_scales = [
+        getattr(optimizer, "initial_scale", 1.0) if x is None else _number(next(found))
+        for optimizer, x in zip(optimizers, scales, strict=True)
+    ]
     return Snapshot(step, state, [backend.to_host(x) for x in held], loss_scales)
 
 
 def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[str]:
-    """Put `model` back to where it was, with a lower learning rate and loss scale than now.
+    """Put `model` back to where it was, but for learning rate and loss scale.
+
+    The learning rate becomes lower than it is now, the loss scale lower than it was then.
 
     Args:
         model: `keras.Model`; inside `fit` on JAX what the property `model` of a callback returns,
@@ -126,12 +131,13 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
     rule = getattr(optimizer, "loss_scale", DynamicLossScale())  # Keras's class has no floor
     scale = _scale_of(optimizer)
     if scale is not None and isinstance(rule, DynamicLossScale):
-        # Never up: what overflowed since the snapshot would overflow again.
-        now = _number(scale)
-        lowered = min(now, max(min(now, loss_scale) * rule.backoff_factor, rule.min_scale))
-        scale.assign(lowered)
+        # Not from what it is now: the steps that diverged may have taken it to its floor, and it
+        # takes 2000 finite steps for each doubling.
+        now, floor = _number(scale), min(loss_scale, rule.min_scale)
+        then = max(loss_scale * rule.backoff_factor, floor)
+        scale.assign(then)
         optimizer.step_counter.assign(0)
-        changes.append(f"loss scale {now:g} -> {lowered:g}")
+        changes.append(f"loss scale {now:g} -> {then:g}")
     return changes
 
 

@@ -22,7 +22,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
     ```
     any trainable weight is inf or NaN                      no later step can repair it
     moving statistics, slots or averaged weights are        checked at the end of an epoch
-    patience steps in a row were skipped                    with kmp's optimizer
+    patience steps in a row were skipped                    with kmp's optimizer, once its loss
+                                                            scale cannot fall any further
     patience losses in a row were inf or NaN                with any optimizer
     ```
 
@@ -30,9 +31,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
     makes NaN for the rest of the epoch.
 
     Args:
-        patience: int >= 1, skipped steps, or losses that are not finite, in a row. The default is
-            more than the 24 steps that it takes a loss scale to fall from its ceiling of 2**24 to
-            its floor of 1; with a floor below 1 take one more for each halving.
+        patience: int >= 1, skipped steps, or losses that are not finite, in a row. Steps that find
+            the loss scale are not judged: from 2**15 to the floor of 2**-48 there are 63.
         update_freq: int >= 1, training steps between two checks, whatever `steps_per_execution` is.
             Skipped steps and losses are counted in every step, also between checks.
 
@@ -131,15 +131,16 @@ class TerminateOnNaN(keras.callbacks.Callback):
                 f"{len(dead)} weights are not finite: {', '.join(dead[:5])}{more}. Go back to a "
                 f"checkpoint, and {advice}"
             )
-        skips, losses = progress.consecutive_skips, progress.nonfinite_losses
-        if max(skips, losses) < self.patience:
+        losses = progress.nonfinite_losses
+        if max(progress.hopeless_skips, losses) < self.patience:
             return None
         advice = (
             "so that no loss scale can help: look at the data and the layers."
             if losses >= self.patience
-            else "and no loss scale was found: check the scale's minimum and the gradients."
+            else "and the loss scale cannot fall any further: "
+            "kmp.debug.locate_nonfinite(model, x, y) names the layer."
         )
         return (
-            f"{skips} steps in a row were skipped and {losses} losses in a row were not finite "
-            f"(patience={self.patience}), {advice} The weights are finite."
+            f"{progress.consecutive_skips} steps in a row were skipped and {losses} losses in a "
+            f"row were not finite (patience={self.patience}), {advice} The weights are finite."
         )

@@ -11,8 +11,9 @@ from kmp._backend.types import Tensor, Variable
 from kmp._keras import layers_of
 from kmp._keras.buffers import Buffer, still_there
 from kmp._keras.optimizer import is_loss_scale_optimizer
-from kmp._keras.training import state_of
+from kmp._keras.training import metrics_of, state_of
 from kmp.callbacks.loss_tracker import LossTracker
+from kmp.precision.trees import is_float
 from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.scaling.rules import ScaleState
 
@@ -23,6 +24,8 @@ class _Kept(NamedTuple):
     Attributes:
         variables: those that a skipped step must leave alone.
         values: their values.
+        averages: the variables of each average of the epoch.
+        sums: their values.
         counter: int[] or float[], what tells a skipped step; see `_skip_counter`.
         nonfinite_losses: int32[], the tracker's.
         scale: the state of the loss scale, if the optimizer must be told of the loss.
@@ -30,6 +33,8 @@ class _Kept(NamedTuple):
 
     variables: list[Variable]
     values: list[Tensor]
+    averages: list[list[Variable]]
+    sums: list[list[Tensor]]
     counter: Tensor
     nonfinite_losses: Tensor
     scale: ScaleState | None
@@ -68,10 +73,20 @@ def protected_step(
     def before() -> _Kept:
         state = _undone_by_a_skip(model, tracker)
         variables = [v for v in state if not isinstance(v, Buffer) or v.key not in idle]
+        averages = _averages(model, tracker)
         counters = [_skip_counter(optimizer), tracker.nonfinite_losses]
-        *values, counter, losses = backend.copied_values([*variables, *counters])
-        scale = optimizer.scaled_step.counters.state if told_late else None
-        return _Kept(variables, values, counter, losses, scale)
+        all_of_them = [*counters, *variables, *(v for average in averages for v in average)]
+        counter, losses, *values = backend.copied_values(all_of_them)
+        sums = iter(values[len(variables) :])
+        return _Kept(
+            variables=variables,
+            values=values[: len(variables)],
+            averages=averages,
+            sums=[[next(sums) for _ in average] for average in averages],
+            counter=counter,
+            nonfinite_losses=losses,
+            scale=optimizer.scaled_step.counters.state if told_late else None,
+        )
 
     def after(kept: _Kept, logs: Any) -> Any:
         nonlocal is_first
@@ -82,8 +97,12 @@ def protected_step(
             idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
         variables, values = [v for v, _ in pairs], [x for _, x in pairs]
         backend.restore_unless(applied, variables, values)
+        nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
+        for average, sums in zip(kept.averages, kept.sums, strict=True):
+            lost = ops.logical_or(nonfinite, _became_nonfinite(average, sums))
+            counts = ops.logical_or(applied, ops.logical_not(lost))
+            backend.restore_unless(counts, average, sums)
         if kept.scale is not None:
-            nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
             nonfinite = ops.logical_and(ops.logical_not(applied), nonfinite)
             optimizer.scaled_step.forget_scale_of(kept.scale, nonfinite)
         return _present_logs(model, logs)
@@ -123,11 +142,31 @@ def _present_logs(model: Any, logs: Any) -> Any:
 
 
 def _undone_by_a_skip(model: Any, tracker: LossTracker) -> list[Variable]:
-    """The layers' state, and all averages of the epoch: those of NaN predictions are NaN."""
-    happened = {id(v) for v in tracker.happened}
-    averages = [v for v in model.metrics_variables if id(v) not in happened]
+    """The layers' state, and what the tracker knows of the steps that were applied."""
     state = [v for layer in layers_of(model) for v in _assigned_by(layer)]
-    return list({id(v): v for v in [*state, *averages]}.values())
+    if any(metric is tracker for metric in model.metrics):
+        state += tracker.of_applied_steps
+    return list({id(v): v for v in state}.values())
+
+
+def _averages(model: Any, tracker: LossTracker) -> list[list[Variable]]:
+    """The variables of each average of the epoch, of the loss and of each metric.
+
+    They leave out what a skipped step makes inf or NaN, and the whole step if its loss is. A
+    skipped step with a finite loss counts as it does in `evaluate`.
+    """
+    metrics = [tracker.mean if metric is tracker else metric for metric in metrics_of(model)]
+    return [list(metric.variables) for metric in metrics]
+
+
+def _became_nonfinite(variables: list[Variable], before: list[Tensor]) -> Tensor:
+    """bool[]: whether a number of the variables is inf or NaN that was finite before."""
+    pairs = [(v.value, x) for v, x in zip(variables, before, strict=True) if is_float(x)]
+    lost = [
+        ops.any(ops.logical_and(ops.isfinite(x), ops.logical_not(ops.isfinite(now))))
+        for now, x in pairs
+    ]
+    return ops.any(ops.stack([False, *lost]))
 
 
 def _assigned_by(layer: Any) -> list[Variable]:

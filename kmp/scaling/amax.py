@@ -25,7 +25,7 @@ class AmaxLossScale(DynamicLossScale):
 
     ```
     finite:    scale = largest power of two with  max_abs * scale * 2**headroom_bits <= 65504
-    overflow:  scale = max(scale / 16, 1), and it stays for 2000 finite steps
+    overflow:  scale = max(scale / 16, 2**-48), and it stays for 2000 finite steps
     all zero:  scale = min(scale * 2, 2048); above that it doubles every 2000 steps
     ```
 

@@ -158,15 +158,22 @@ class DynamicLossScale(_Rule):
 
     ```
     finite:    after 2000 finite steps in a row   scale = min(scale * 2, 2**24)
-    overflow:  at each overflow                   scale = max(scale * 0.5, 1)
+    overflow:  at each overflow                   scale = max(scale * 0.5, 2**-48)
     ```
+
+    At the floor float16 overflows only where a true gradient is above 65504 / 2**-48, or 2**64.
+    float32 cannot hold the square of such a gradient, which Adam and gradient norms compute. So no
+    run that trains in float32 with such an optimizer needs a lower scale.
 
     Args:
         initial_scale: float in [`min_scale`, `max_scale`].
         growth_factor: float > 1, what the scale is multiplied by when it grows.
         backoff_factor: float in (0, 1), what it is multiplied by when it backs off.
         growth_interval: int >= 1, finite steps in a row before the scale grows.
-        min_scale: float > 0. Some models need less than 1.
+        min_scale: float > 0, the floor. A higher one keeps the scale where small gradients survive
+            if some batches overflow at any scale; a lower one serves optimizers that square no
+            gradient, such as SGD, down to 2**-112, where the largest float16 stands for the
+            largest float32.
         max_scale: float.
         hysteresis: int >= 1, overflows in a row before the scale backs off; every further one in
             the row lowers it again.
@@ -194,7 +201,7 @@ class DynamicLossScale(_Rule):
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-    min_scale: float = 1.0
+    min_scale: float = 2.0**-48
     max_scale: float = 2.0**24
     hysteresis: int = 1
 

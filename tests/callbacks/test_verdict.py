@@ -89,7 +89,7 @@ def test_planted_runs_are_recognised(state):
     assert bool(found.advice) == (state != "HEALTHY")
     assert found.code == STATES.index(state)
     # All layers of that run are in float32.
-    assert ("is in float32 already" in found.advice) == (state == "COLLAPSED")
+    assert ("No layer computes in float16" in found.advice) == (state in ("COLLAPSED", "UNSTABLE"))
 
 
 @pytest.mark.parametrize(
@@ -300,15 +300,15 @@ def test_the_smaller_limit_is_the_smaller(arguments):
 @pytest.mark.parametrize(
     "rule, scale, said, advice",
     [
-        (kmp.DynamicLossScale(), 1.0, ", its floor", "cannot fall any further.*min_scale may be"),
-        (kmp.StaticLossScale(1.0), 1.0, ", which is fixed", "^The scale is not the cause: keep"),
+        (kmp.DynamicLossScale(), 2.0**-48, ", its floor", "^kmp.debug.locate_nonfinite.*with that"),
+        (kmp.StaticLossScale(1.0), 1.0, ", which is fixed", '^Write loss_scale="dynamic"'),
         (
             kmp.StaticLossScale(64),
             64.0,
             ", which is fixed",
             '^Write loss_scale="dynamic"',
         ),
-        (object(), 1.0, "of 1", "^The scale is not the cause: keep"),
+        (object(), 1.0, "of 1", '^Write loss_scale="dynamic"'),
     ],
     ids=["dynamic", "static", "too high", "of the user"],
 )
@@ -319,6 +319,27 @@ def test_what_is_said_of_a_collapsed_scale_is_true_of_its_rule(rule, scale, said
     found = verdict_on(look_at(seen, rule=rule))
     assert found.state == "COLLAPSED" and found.reason.endswith(said)
     assert re.search(advice, found.advice)
+
+
+@pytest.mark.parametrize(
+    "steps, floor, state",
+    [
+        ((110, 130, 150, 170, 190), 2.0**-48, "UNSTABLE"),
+        ((110, 130, 150, 170), 2.0**-48, "HEALTHY"),  # a few are nothing
+        ((10, 20, 30, 40, 190), 2.0**-48, "HEALTHY"),  # by which the scale was found
+        ((110, 130, 150, 170, 190), 2.0**-60, "HEALTHY"),  # not at the floor
+    ],
+)
+def test_batches_that_overflow_at_the_floor_of_the_scale(steps, floor, state):
+    """Few enough not to count by their rate, but the same batches will overflow again."""
+    events = tuple(OverflowEvent(step, 2.0**-48, "w", 1, True) for step in reversed(steps))
+    report = dataclasses.replace(after(900, len(steps)), loss_scale=2.0**-48, events=events)
+    rule = kmp.DynamicLossScale(min_scale=floor)
+    found = verdict_on(look_at(report, rule=rule, fit_start=after(100, 0)))
+    assert found.state == state, str(found)
+    if state == "UNSTABLE":
+        assert "5 steps since step 110 overflowed" in found.reason
+        assert "locate_nonfinite" in found.advice and "min_scale=1.0" in found.advice
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered")

@@ -3,6 +3,7 @@
 `write.py` made them; each stands beside an .npz with what its model gave and held.
 """
 
+import dataclasses
 import pathlib
 
 import keras
@@ -71,7 +72,10 @@ def test_a_model_comes_back(name, tmp_path):
             check_state(each, saved)
             check_predictions(name, each, saved["predictions"])
     made = models.MODELS[name.removesuffix("_int8")]()
-    assert settings(model) == settings(made)
+    expected = settings(made)
+    if hasattr(expected["loss_scale"], "min_scale"):  # the floor of 0.1.0, which its files keep
+        expected["loss_scale"] = dataclasses.replace(expected["loss_scale"], min_scale=1.0)
+    assert settings(model) == expected
 
 
 @pytest.mark.parametrize("name", models.WEIGHTS_ALONE)

@@ -22,7 +22,7 @@ def follow(rule, steps, mode="eager"):
 
 
 def expected_scales(
-    steps, headroom_bits=4, interval=2000, backoff=1 / 16, floor=1.0, ceiling=2.0**24
+    steps, headroom_bits=4, interval=2000, backoff=1 / 16, floor=2.0**-48, ceiling=2.0**24
 ):
     scale, wait, zeros, scales = 1.0, 0, 0, []
     enough = 2.0 ** (11 + 4 - headroom_bits)  # for a gradient of 1
@@ -63,8 +63,9 @@ def test_random_traces_equal_plain_python(mode):
         (65504 / 2**14, 2.0**10),  # exactly at the bound
         (np.nextafter(np.float32(65504 / 2**14), np.float32(9)), 2.0**9),  # just above it
         (1e-30, 2.0**24),
-        (1e30, 1.0),
-        (float(np.finfo("float32").max), 1.0),  # its headroom is beyond float32
+        (1e12, 2.0**-28),
+        (1e30, 2.0**-48),
+        (float(np.finfo("float32").max), 2.0**-48),  # its headroom is beyond float32
     ],
 )
 def test_the_bound_is_exact(largest, scale):

@@ -98,7 +98,9 @@ def test_takes_over_what_keras_saved(tmp_path, wrap, file):
     assert int(ours.optimizer.step_counter) == (2 if wrap else 0)
 
 
-@pytest.mark.parametrize("scale, expected", [(0.0, 1.0), (np.inf, 2.0**24), (np.nan, 1.0)])
+@pytest.mark.parametrize(
+    "scale, expected", [(0.0, 2.0**-48), (np.inf, 2.0**24), (np.nan, 2.0**-48)]
+)
 def test_a_ruined_scale_of_keras_is_brought_back_into_bounds(tmp_path, scale, expected):
     theirs = make_model(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
     theirs.optimizer.build(theirs.trainable_variables)

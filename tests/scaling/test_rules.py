@@ -147,7 +147,7 @@ def test_ceiling_is_kept(mode, growth_factor):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("min_scale", few([1.0, 2.0**-14, 2.0**-126], 2.0**-126))
+@pytest.mark.parametrize("min_scale", few([1.0, 2.0**-48, 2.0**-126], 2.0**-126))
 def test_many_overflows_then_growth(mode, min_scale):
     rule = kmp.DynamicLossScale(min_scale=min_scale, growth_interval=2)
     trace = scales(rule, [0] * 160 + [1] * 4, mode)
@@ -409,7 +409,7 @@ def positive(name, owner="DynamicLossScale"):
         ],
         (functools.partial(scaling.get, -1), positive("value", "StaticLossScale")),
         (functools.partial(dynamic, min_scale=8, max_scale=4), "`min_scale` .* Swap the two"),
-        (functools.partial(dynamic, 0.5), INSIDE),
+        (functools.partial(dynamic, 2.0**-49), INSIDE),
         (functools.partial(dynamic, 2.0**25), INSIDE),
     ],
     ids=lambda x: (

@@ -5,9 +5,15 @@ from kmp.callbacks.verdict.detector import Detector
 from kmp.callbacks.verdict.frozen_weights import FrozenWeights
 from kmp.callbacks.verdict.large_steps import ExplodingGradients, LargeUpdates
 from kmp.callbacks.verdict.nonfinite import ForwardNaN, NonfiniteWeights
-from kmp.callbacks.verdict.not_training import NothingToTrain, UnscaledLoss
+from kmp.callbacks.verdict.not_training import NoSteps, NothingToTrain, UnscaledLoss
 from kmp.callbacks.verdict.observation import Observation
-from kmp.callbacks.verdict.overflows import AllSkipped, Calibrating, Collapsed, OverflowRate
+from kmp.callbacks.verdict.overflows import (
+    AllSkipped,
+    Calibrating,
+    Collapsed,
+    LostAtFloor,
+    OverflowRate,
+)
 from kmp.callbacks.verdict.states import Verdict
 from kmp.callbacks.verdict.underflow import Underflow
 from kmp.callbacks.verdict.update_slowdown import UpdateSlowdown
@@ -21,6 +27,7 @@ def detectors() -> list[Detector]:
         ForwardNaN(),
         Collapsed(),
         NothingToTrain(),
+        NoSteps(),
         UnscaledLoss(),
         AllSkipped(),
         FrozenWeights(),
@@ -32,6 +39,7 @@ def detectors() -> list[Detector]:
         ZeroGradients(),
         Calibrating(),
         OverflowRate(),
+        LostAtFloor(),
         ExplodingGradients(),
         LargeUpdates(),
         Underflow(),

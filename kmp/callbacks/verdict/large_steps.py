@@ -20,12 +20,29 @@ class _Ratios:
     def __init__(self):
         self.last: collections.deque[float] = collections.deque(maxlen=_LOOKS)
 
-    def see(self, look: Observation) -> bool:
-        """Take in a look; return whether it counts. Weights may begin at zero."""
-        counts = math.isfinite(look.update_ratio) and look.report.step > FIRST_STEPS
-        if counts:
+    def see(self, look: Observation) -> None:
+        """Take in a look. The first ones do not count: weights may begin at zero."""
+        if math.isfinite(look.update_ratio) and look.report.step > FIRST_STEPS:
             self.last.append(look.update_ratio)
-        return counts
+
+
+class GradientSize:
+    """Whether the gradient's norm is far above its smallest after the first 100 steps.
+
+    Attributes:
+        has_grown: bool, whether that is so at the last look.
+    """
+
+    def __init__(self):
+        self.has_grown = False
+        self._least = math.inf
+
+    def see(self, look: Observation) -> None:
+        """Take in a look. Looks at which nothing has moved do not count."""
+        norm = look.report.grad_norm
+        if math.isfinite(look.update_ratio) and look.report.step > FIRST_STEPS:
+            self._least = min(self._least, norm)
+        self.has_grown = norm > _GROWN * self._least
 
 
 class ExplodingGradients(Detector):
@@ -36,17 +53,16 @@ class ExplodingGradients(Detector):
     """
 
     def __init__(self):
-        self._ratios, self._least_norm = _Ratios(), math.inf
+        self._ratios, self._size = _Ratios(), GradientSize()
 
     def see(self, look: Observation) -> Verdict | None:
         report, limits = look.report, look.limits
-        if self._ratios.see(look):
-            self._least_norm = min(self._least_norm, report.grad_norm)
-        has_grown = report.grad_norm > _GROWN * self._least_norm
+        self._ratios.see(look)
+        self._size.see(look)
         known = [x for x in (self._ratios.last, list(report.update_ratio.values())) if x]
         largest = max((10 ** float(np.median(x)) for x in known), default=math.inf)
         moves_far = largest > (limits.max_update_ratio or math.inf) or not known
-        if not (report.grad_norm > limits.max_grad_norm and (has_grown or moves_far)):
+        if not (report.grad_norm > limits.max_grad_norm and (self._size.has_grown or moves_far)):
             return None
         norms = report.column("l2_norm")
         return Verdict(

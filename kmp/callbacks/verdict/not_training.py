@@ -4,6 +4,8 @@ from kmp.callbacks.verdict.detector import Detector
 from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Verdict
 
+_PATIENCE = 20  # batches between two steps of an optimizer that does step
+
 
 class NothingToTrain(Detector):
     """STALLED: the optimizer has no weights."""
@@ -17,6 +19,37 @@ class NothingToTrain(Detector):
             "the optimizer has no weight to train: all were frozen when it was built",
             "Set layer.trainable = True for some of them, and compile the model again.",
         )
+
+
+class NoSteps(Detector):
+    """STALLED: batches go by, and the optimizer takes no step, not even one that is skipped.
+
+    An optimizer that has stepped before may take only every few batches, as a generator's does.
+    """
+
+    def __init__(self):
+        self._step = self._batches = 0  # the last step; batches that have gone by since
+
+    def see(self, look: Observation) -> Verdict | None:
+        step = look.report.step
+        self._batches = look.batches + (self._batches if step == self._step else 0)
+        took_one, self._step = step != self._step, step
+        if took_one or not look.report.paths:
+            return None
+        return no_steps(self._batches) if self._batches >= (_PATIENCE if step else 2) else None
+
+
+def no_steps(batches: int) -> Verdict:
+    """STALLED, for an optimizer that took no step in so many batches."""
+    return Verdict(
+        "STALLED",
+        "",
+        f"the optimizer took no step in the last {batches} batches",
+        "Your train_step has to hand it the gradients: write self.optimizer.apply(gradients, "
+        "self.trainable_variables), or on JAX self.optimizer.stateless_apply(...), and return the "
+        "variables that it gives. If another optimizer trains the model, watch that one: "
+        "GradientHealth(optimizer=...).",
+    )
 
 
 class UnscaledLoss(Detector):

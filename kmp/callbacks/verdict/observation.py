@@ -115,6 +115,7 @@ class Observation:
         fit_start: the report at the beginning of this `fit`; None if the optimizer was new.
         losses: at the end of an epoch its losses, in training and, if there is one, in validation;
             None within an epoch.
+        batches: at the end of an epoch, how many batches it had, or fewer; 0 within one.
         layers: all layers of the model.
         weights: the trainable variables by their paths.
         rule: the loss-scaling strategy.
@@ -128,6 +129,7 @@ class Observation:
     epoch_start: GradientReport | None = None
     fit_start: GradientReport | None = None
     losses: Mapping[str, float] | None = None
+    batches: int = 0
     layers: Sequence[keras.Layer] = ()
     weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
     rule: Any = None

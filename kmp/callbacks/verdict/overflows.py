@@ -5,15 +5,24 @@ import math
 from typing import Any
 
 from kmp.callbacks.verdict.detector import Detector
+from kmp.callbacks.verdict.large_steps import GradientSize
 from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
 from kmp.health.telemetry import FIRST_STEPS
-from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
-_NOTHING_APPLIED = 30  # steps: more than the scale takes to fall from its ceiling to its floor
+_NOTHING_APPLIED = 30  # steps of an epoch that was skipped as a whole
 _WINDOW = 200  # steps that the rate of overflows is taken over
+_OFTEN = 5  # overflows of which a few are nothing
+_LEAST_RATE = 1 / 2000  # overflows a step: what the growth of the scale costs by itself
+
+_GROWING = "If the gradients grow from step to step, lower the learning rate. Otherwise: "
+_LOCATE = "kmp.debug.locate_nonfinite(model, x, y) on such a batch names the layer"
+_OTHER_BATCHES = (
+    " If none can, mend that layer; until then min_scale=1.0 keeps the scale up for the other "
+    "batches."
+)
 
 
 class Collapsed(Detector):
@@ -25,24 +34,13 @@ class Collapsed(Detector):
         is_fixed = isinstance(rule, StaticLossScale | NoOpLossScale)
         if not (look.events and self._is_exhausted(look)):
             return None
-        blamed = look.events[0].first_variable
-        weight = look.weights.get(blamed)
-        advice = "keep that layer in float32, or rescale its inputs"
-        if weight and weight.compute_dtype not in HALF_DTYPES:
-            advice = (
-                "ask kmp.debug.locate_nonfinite for the cause: that layer is in float32 already"
-            )
-        before = "The scale cannot fall any further: "
-        if not is_dynamic:
-            before = 'Write loss_scale="dynamic" or a lower number. If it overflows still, '
-            before = before if report.loss_scale > 1 else "The scale is not the cause: "
         return Verdict(
             "COLLAPSED",
-            blamed,
+            look.events[0].first_variable,
             f"{report.consecutive_skips} steps in a row overflowed at a loss scale of "
             f"{report.loss_scale:g}"
             + (", its floor" if is_dynamic else ", which is fixed" if is_fixed else ""),
-            f"{before}{advice}" + ("; min_scale may be lowered." if is_dynamic else "."),
+            _advice(look),
         )
 
     def _is_exhausted(self, look: Observation) -> bool:
@@ -65,8 +63,8 @@ class AllSkipped(Detector):
             "STALLED",
             next(iter(look.report.overflowed), ""),
             f"each of the last {look.steps} steps was skipped, although the loss is finite",
-            f"The loss scale, {look.report.loss_scale:g} now, does not find its level: keep that "
-            "layer in float32, or begin with a lower initial_scale.",
+            f"The loss scale, {look.report.loss_scale:g} now, has not found its level. "
+            + _advice(look),
         )
 
 
@@ -91,12 +89,14 @@ class OverflowRate(Detector):
 
     def __init__(self):
         self._past: collections.deque[GradientReport] = collections.deque()
+        self._size = GradientSize()
 
     def begin_fit(self) -> None:
         self._past.clear()
 
     def see(self, look: Observation) -> Verdict | None:
         report, rule = look.report, look.rule
+        self._size.see(look)
         if not self._past and look.fit_start and look.fit_start.step:
             self._past.append(look.fit_start)
         settled = self._settled(report.step)
@@ -107,15 +107,14 @@ class OverflowRate(Detector):
             skips = report.skipped_steps - (settled.skipped_steps if settled else 0)
         expected = _own_rate(rule)
         rate = max(look.limits.max_overflow_rate, min(5 * expected, (1 + expected) / 2))
-        if skips < 5 or skips <= rate * steps:
+        if skips < _OFTEN or skips <= rate * steps:
             return None
         return Verdict(
             "UNSTABLE",
             next(iter(report.overflowed), ""),
             f"{skips} of the last {steps} steps overflowed; the growth of the scale explains about "
             f"{expected * steps:.2g}",
-            "Lower the learning rate, clip with global_clipnorm=1.0, or keep that layer in "
-            "float32.",
+            (_GROWING if self._size.has_grown else "") + _advice(look, _OTHER_BATCHES),
         )
 
     def _settled(self, step: int) -> GradientReport | None:
@@ -123,6 +122,53 @@ class OverflowRate(Detector):
         while len(self._past) > 1 and self._past[1].step <= step - _WINDOW:
             self._past.popleft()
         return next((past for past in self._past if past.step >= FIRST_STEPS), None)
+
+
+class LostAtFloor(Detector):
+    """UNSTABLE: steps overflow at the floor of the scale, again and again.
+
+    No growth of the scale has led to such an overflow, and the batch will overflow again.
+    """
+
+    def __init__(self):
+        self._size = GradientSize()
+
+    def see(self, look: Observation) -> Verdict | None:
+        self._size.see(look)
+        floor, report = getattr(look.rule, "min_scale", 0.0), look.report
+        at_floor = [x for x in report.events if x.loss_finite and x.loss_scale <= floor]
+        lost = [x for x in at_floor if x.step > FIRST_STEPS]
+        is_now = lost and lost[0] in look.events
+        often = len(lost) >= _OFTEN and len(lost) > _LEAST_RATE * (report.step - lost[-1].step)
+        if not (is_now and often):
+            return None
+        return Verdict(
+            "UNSTABLE",
+            next(iter(report.overflowed), ""),
+            f"{len(lost)} steps since step {lost[-1].step} overflowed at a loss scale of "
+            f"{lost[0].loss_scale:g}, its floor",
+            (_GROWING if self._size.has_grown else "") + _advice(look, _OTHER_BATCHES),
+        )
+
+
+def _advice(look: Observation, floor: str = "") -> str:
+    """What to do if gradients overflow and the loss scale does not find its level.
+
+    Args:
+        look: at the run.
+        floor: what a higher floor of a dynamic scale is good for if no scale holds the gradients.
+    """
+    rule, weights = look.rule, look.weights.values()
+    in_float16 = not weights or any(weight.compute_dtype == "float16" for weight in weights)
+    if isinstance(rule, DynamicLossScale) and in_float16:
+        return (
+            f"{_LOCATE}, and a loss scale if one can hold it: write "
+            f"kmp.DynamicLossScale(initial_scale=...) with that number.{floor}"
+        )
+    if isinstance(rule, DynamicLossScale | NoOpLossScale) and not in_float16:
+        return f"No layer computes in float16, so the scale is not the cause: {_LOCATE}."
+    other = "dynamic" if in_float16 else "none"
+    return f'Write loss_scale="{other}". If it overflows still, {_LOCATE}.'
 
 
 def _own_rate(rule: Any) -> float:

@@ -57,7 +57,8 @@ class Verdict:
     UNSTABLE     overflows, gradients or updates are far more, or larger, than in sound training;
                  or weights, moving statistics or the optimizer's own state hold inf or NaN, or
                  one huge batch has ruined them, after which updates may be far too small
-    STALLED      the weights stand still, although there are gradients; or all gradients of the
+    STALLED      the weights stand still, although there are gradients; or the optimizer takes no
+                 step, or nothing scales the loss; or all gradients of the
                  weights, biases aside, are exactly zero; or all weights are frozen, or half of
                  them have decayed to nothing
     COLLAPSED    gradients overflow although the loss scale cannot sink any more
@@ -107,7 +108,9 @@ class Limits:
         max_overflow_rate: float, share of skipped steps above which a run is UNSTABLE, after the
             first 100 steps, among the last 200. At least 5 steps are needed as well, and five times
             the share that the rule itself costs (about 1 / `growth_interval`) or, if that is less,
-            the middle between that share and 1. Source: ours.
+            the middle between that share and 1. Overflows at the floor of the scale, to which no
+            growth leads, count from a share of 1 / 2000 on. Also the share of an epoch's steps
+            above which skipped ones are warned of. Source: ours.
         max_update_ratio: float, norm of the update over norm of the weights, the median over
             variables and ten looks, above which a run is UNSTABLE. Source: 0.001 is healthy
             (CS231n); the two decades above it are ours.

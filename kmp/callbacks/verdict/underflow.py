@@ -12,6 +12,7 @@ from kmp.health.report import GradientReport
 from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale
 
+_APART = 8  # bits between the gradients of a batch and those of the usual batches
 _LARGE = 2.0**10  # a scaled gradient of 34 bits above the smallest number of float16
 
 
@@ -67,5 +68,13 @@ def _higher_scale(report: GradientReport, rule: Any) -> str:
         return f"Write kmp.AmaxLossScale(headroom_bits=1); it is {rule.headroom_bits:g} now."
     exponent = math.floor(math.log2(report.loss_scale) + report.headroom_bits - 1)
     if isinstance(rule, DynamicLossScale):
+        refused = [e for e in report.events if e.loss_finite and e.loss_scale <= 2.0**exponent]
+        if refused:
+            floor = min(exponent - _APART, math.floor(math.log2(rule.initial_scale)))
+            return (
+                f"A scale of {refused[0].loss_scale:g} overflowed in step {refused[0].step}, on "
+                'another batch. In "mixed_bfloat16" with loss_scale="none" both batches count; '
+                f"kmp.DynamicLossScale(min_scale=2.0**{floor}) leaves out those that overflow."
+            )
         return f"Write kmp.DynamicLossScale(initial_scale=2.0**{exponent}), or wait for it to grow."
     return f'Write loss_scale="dynamic", or loss_scale=2.0**{exponent}.'

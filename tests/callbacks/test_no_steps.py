@@ -1,0 +1,126 @@
+"""An optimizer that takes no step: HEALTHY is what nobody would call it."""
+
+import keras
+import numpy as np
+import pytest
+from conftest import BACKEND
+from reports import look_at
+
+import kmp
+from kmp.callbacks.verdict.not_training import NoSteps
+
+pytestmark = pytest.mark.filterwarnings("ignore:Step 0. STALLED", "ignore:Gradients do not exist")
+
+
+class Forgetful(keras.Sequential):
+    """Whose train step hands the gradients to `stepped`, or to nobody."""
+
+    stepped = None
+
+    def train_step(self, *args):
+        step = {"jax": self.of_jax, "tensorflow": self.of_tensorflow, "torch": self.of_torch}
+        return step[BACKEND](*args)
+
+    def of_jax(self, state, data):
+        import jax
+
+        trainable, others, of_optimizer, metrics = state
+        x, y = data
+
+        def loss_of(trainable):
+            loss, _ = self.compute_loss_and_updates(
+                trainable, others, metrics, x, y, None, True, of_optimizer
+            )
+            return loss
+
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        if self.stepped is not None:
+            trainable, of_optimizer = self.stepped.stateless_apply(
+                of_optimizer, gradients, trainable
+            )
+        return {"loss": loss}, (trainable, others, of_optimizer, metrics)
+
+    def of_tensorflow(self, data):
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            scaled = (self.stepped or self.optimizer).scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_weights)
+        if self.stepped is not None:
+            self.stepped.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+    def of_torch(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(x, y, self(x, training=True))
+        (self.stepped or self.optimizer).scale_loss(loss).backward()
+        if self.stepped is not None:
+            gradients = [v.value.grad for v in self.trainable_weights]
+            self.stepped.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+
+def fit(stepped, watched=None, batches=8):
+    """Fit a model that is compiled with its own optimizer, and steps `stepped`."""
+    model = Forgetful([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd", learning_rate=0.01), "mse")
+    model.stepped = model.optimizer if stepped == "its own" else stepped
+    if model.stepped is not None:
+        model.stepped.build(model.trainable_variables)
+    before = model.get_weights()
+    watch = kmp.callbacks.GradientHealth(optimizer=watched)
+    x = np.ones((4 * batches, 4), "float32")
+    history = model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0, callbacks=[watch])
+    moved = any((a != b).any() for a, b in zip(before, model.get_weights(), strict=True))
+    return watch.verdict, history.history, moved
+
+
+def test_a_train_step_that_forgets_the_optimizer():
+    """And that remembers it, as the advice says."""
+    verdict, logs, moved = fit(None)
+    assert verdict.state == "STALLED" and not moved
+    assert "took no step in the last 16 batches" in verdict.reason
+    assert logs["verdict"] == ["STALLED", "STALLED"]
+    assert "stateless_apply" in verdict.advice and "optimizer.apply" in verdict.advice
+    verdict, _, moved = fit("its own")
+    assert verdict.state == "HEALTHY" and moved, str(verdict)
+
+
+@pytest.mark.only("tensorflow", "torch")
+def test_a_train_step_of_another_optimizer():
+    """And `GradientHealth` that watches that one, as the advice says."""
+    other = kmp.scaled("sgd", learning_rate=0.01)
+    verdict, _, moved = fit(other)
+    assert verdict.state == "STALLED" and moved
+    assert "GradientHealth(optimizer=...)" in verdict.advice
+    other = kmp.scaled("sgd", learning_rate=0.01)
+    verdict, _, moved = fit(other, watched=other)
+    assert verdict.state == "HEALTHY" and moved, str(verdict)
+
+
+def test_the_wrong_optimizer_is_watched():
+    """It is not even built."""
+    verdict, _, _ = fit("its own", watched=kmp.scaled("sgd"))
+    assert verdict.state == "STALLED" and "took no step in the last 8 batches" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    "steps, batches, state",
+    [
+        ((8, 16), 8, None),
+        ((0,), 1, None),  # one batch says nothing
+        ((0, 0), 1, "STALLED"),
+        ((8, 8), 8, None),  # a generator that steps every tenth batch
+        ((8, 8, 8, 8), 8, "STALLED"),
+        ((8, 8, 8, 9), 8, None),
+    ],
+)
+def test_batches_without_a_step(steps, batches, state):
+    detector = NoSteps()
+    for step in steps:
+        report = kmp.GradientReport(("w",), np.ones((1, 5), "float32"), 1.0, step, 0, 0)
+        found = detector.see(look_at(report, losses={}, batches=batches))
+    assert (found and found.state) == state
