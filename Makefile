@@ -23,13 +23,13 @@ quickstart: $(VENV)/quickstart.stamp
 
 # Lint, types, the contract and every public name: TensorFlow, and the contract's core on JAX.
 test: $(VENV)/test.stamp lint
-	KERAS_BACKEND=tensorflow $(PYTEST) -m "not wide and not slow"
+	KERAS_BACKEND=tensorflow $(PYTEST) -m "not wide and (not slow or quick)"
 	KERAS_BACKEND=jax $(PYTEST) -m "core and not wide and not slow" $(CORE)
 
 # Everything, on three backends, and the oldest versions on one. CI runs this. What `make test` has
 # just run is left out.
 test-all: test test-oldest
-	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "wide or slow"
+	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "wide or (slow and not quick)"
 	$(QUICK) KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
 	KERAS_BACKEND=torch $(PYTEST) --durations=25
 

@@ -46,6 +46,7 @@ def test_a_spike_is_warned_of_once(spe):
     assert last_progress(model).seen_steps == 56 and guard.rollbacks == 0
 
 
+@pytest.mark.quick
 def test_stop():
     model = linear_model(kmp.scaled("sgd", learning_rate=0.0))
     with pytest.warns(UserWarning, match=r"Step 43: the loss diverged.*Training stops\.$"):
@@ -145,6 +146,7 @@ def test_a_mask_of_minus_inf_in_a_variable_is_no_obstacle():
     assert ops.convert_to_numpy(mask.mask).tolist() == [0, -np.inf]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("floor, change", [(64.0, "64 -> 128"), (256.0, "256 -> 256")])
 def test_the_loss_scale_goes_back_to_half_of_what_it_was(floor, change):
     """The steps that diverged have taken it down, and it would take long to grow again."""
@@ -247,6 +249,7 @@ def test_a_snapshot_does_not_pass_for_scaling_the_loss():
     assert not model.optimizer.scale_was_read
 
 
+@pytest.mark.quick
 def test_rollbacks_are_used_up():
     model = linear_model(kmp.scaled("sgd", learning_rate=0.0))
     guard = DivergenceGuard("rollback", **QUICK, snapshot_freq=1, max_rollbacks=2)
@@ -317,6 +320,7 @@ def test_asynchronous_dispatch_stays_on():
     assert DivergenceGuard.on_train_batch_end is keras.callbacks.Callback.on_train_batch_end
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -67,6 +67,7 @@ def test_an_optimizer_that_does_not_measure_is_watched_too():
     assert float(ops.convert_to_numpy(optimizer.dynamic_scale)) == 64.0
 
 
+@pytest.mark.quick
 def test_a_first_step_that_finds_the_scale_counts():
     """Keras's TerminateOnNaN would otherwise stop the run."""
     rule = kmp.DynamicLossScale(2.0**100, max_scale=2.0**100)
@@ -80,6 +81,7 @@ def test_a_first_step_that_finds_the_scale_counts():
     assert history["loss"] == [float(np.mean(np.square(y)))]
 
 
+@pytest.mark.quick
 def test_an_epoch_without_a_finite_loss_is_nan():
     history = fit(linear_model(), [kmp.callbacks.DivergenceGuard()], poisoned=range(12))
     assert np.isnan(history["loss"]).all() and history["skipped_steps"] == [12]

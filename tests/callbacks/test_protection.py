@@ -182,6 +182,7 @@ def test_who_watches_changes_nothing():
             assert histories[name][key] == value and np.isfinite(value).all()
 
 
+@pytest.mark.quick
 @pytest.mark.only("tensorflow", "jax")  # on PyTorch Keras draws from its global generator
 def test_dropout_draws_anew_after_a_skipped_step():
     """A batch whose mask makes it overflow would otherwise overflow for ever."""
@@ -215,6 +216,7 @@ def failing_batches():
         failing_batches.after -= 1
 
 
+@pytest.mark.quick
 def test_a_step_that_raises_ends_the_protection():
     model, watch = stateful_model(), GradientHealth()
     fit(model, [watch])
@@ -320,6 +322,7 @@ def test_evaluate_with_a_callback_of_fit_protects_nothing():
     assert is_keras_own(model)
 
 
+@pytest.mark.quick
 def test_a_handle_can_be_removed_twice_and_a_second_changes_nothing():
     model = linear_model()
     one, two = kmp.protect(model), kmp.protect(model)
@@ -396,6 +399,7 @@ def test_models_that_are_marked_as_built_before_their_layers_are(kind):
     assert int(model.optimizer.iterations) == 10 and len(model.optimizer.variable_paths) == 4
 
 
+@pytest.mark.quick
 def test_train_on_batch_is_protected_too():
     model = stateful_model()
     model.optimizer.build(model.trainable_variables)
@@ -528,6 +532,7 @@ def test_logs_of_each_batch_are_of_the_steps_that_counted():
     assert np.isfinite(seen[1:]).all() and seen[5] == seen[4]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("model", [None, keras.layers.Dense(1)])
 def test_only_models_can_be_protected(model):
     with pytest.raises(TypeError, match=r"`model` of protect must be a keras.Model"):

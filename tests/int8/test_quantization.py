@@ -107,6 +107,7 @@ def refuses(model, message, error=ValueError, **settings):
         assert [type(layer) for layer in layers_of(model)] == before
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -133,6 +134,7 @@ def test_models_that_cannot_be_prepared_are_refused():
     refuses(quiet, "Layers must be told that they train")
 
 
+@pytest.mark.quick
 @needs("quantization_config")
 def test_to_int8_refuses_what_has_learned_no_range():
     model, layer = one_dense()

@@ -148,6 +148,7 @@ def test_float64_inputs(training, jit, pull_back):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("policy", POLICIES)
 def test_variables_are_float32_and_in_the_order_of_keras(policy):
     layer = Float32BatchNormalization(dtype=policy)
@@ -225,6 +226,7 @@ def test_refuses_a_mask_of_another_rank():
         Float32BatchNormalization()(np.ones((2, 3)), mask=np.ones((2, 3), bool), training=True)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.75, 1.0])
 def test_moving_statistics_follow_the_momentum(momentum):
     layer = Float32BatchNormalization(momentum=momentum)
@@ -248,6 +250,7 @@ def test_inference_uses_and_keeps_the_moving_statistics(training, trainable):
     assert [w.tolist() for w in layer.get_weights()] == weights
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("center", [True, False])
 @pytest.mark.parametrize("scale", [True, False])
 def test_center_and_scale_are_optional(center, scale):
@@ -304,6 +307,7 @@ def test_refuses_synchronized_without_tensorflow():
         Float32BatchNormalization(synchronized=True)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "kwargs, message",
     [

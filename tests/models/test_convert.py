@@ -13,6 +13,7 @@ from kmp._keras import layers_of
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.quick
 def test_the_report_says_what_became_of_each_layer():
     model = sequential()
     report = kmp.to_mixed_precision(model, "mixed_bfloat16")
@@ -52,6 +53,7 @@ def test_cached_functions_are_dropped(before):
     assert not np.array_equal(float32, model.predict(X, verbose=0))
 
 
+@pytest.mark.quick
 def test_filter_fn_excludes_a_layer_with_all_that_is_inside():
     model, _ = kinds.custom_composite_layer()
     seen = []
@@ -82,6 +84,7 @@ def test_a_functional_model_hands_raw_inputs_on_as_they_are():
     assert model.layers[0].compute_dtype == "float32"
 
 
+@pytest.mark.quick
 def test_activity_regularizers_are_left_in_float32():
     """Keras adds them up in half precision, which crashes `fit` on TensorFlow."""
     model = keras.Sequential(
@@ -108,6 +111,7 @@ def test_layers_that_do_not_compute_in_floats_are_left_alone():
     assert model.get_layer("body").compute_dtype == "bfloat16"
 
 
+@pytest.mark.quick
 def test_back_to_float32_and_on_to_another_policy():
     model = sequential()
     expected = keras.ops.convert_to_numpy(model(X))

@@ -53,6 +53,7 @@ def settings(model):
     return {"class": type(optimizer), **{name: getattr(optimizer, name, None) for name in names}}
 
 
+@pytest.mark.quick
 def test_no_file_is_missing():
     made = {stem for name in models.MODELS for stem in models.stems(name)}
     assert set(FILES) == made
