@@ -50,22 +50,11 @@ def protected_step(
         train_step: its own, with the signature of the backend.
         tracker: the loss tracker that the model has while this step is compiled.
     """
-
     optimizer = model.optimizer
-    is_kmps = _is_kmps(optimizer)
-
-    def tracked(*args: Any) -> Any:
-        if is_kmps:
-            optimizer.scale_was_read = False
-        with tracker.training():
-            logs = train_step(*args)
-        if is_kmps:
-            optimizer.step_scales_loss = optimizer.scale_was_read
-        return logs
-
+    tracked = _tracked_step(optimizer, train_step, tracker)
     if not is_loss_scale_optimizer(optimizer):
         return tracked  # which skips nothing
-    told_late = is_kmps and not backend.SEES_LOSS
+    told_late = _is_kmps(optimizer) and not backend.SEES_LOSS
     # Buffers of PyTorch that the first step left alone, as masks: they are not copied in each step.
     idle: set[Any] = set()
     is_first = True
@@ -98,16 +87,45 @@ def protected_step(
         variables, values = [v for v, _ in pairs], [x for _, x in pairs]
         backend.restore_unless(applied, variables, values)
         nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
-        for average, sums in zip(kept.averages, kept.sums, strict=True):
-            lost = ops.logical_or(nonfinite, _became_nonfinite(average, sums))
-            counts = ops.logical_or(applied, ops.logical_not(lost))
-            backend.restore_unless(counts, average, sums)
+        _restore_averages(kept, applied, nonfinite)
         if kept.scale is not None:
             nonfinite = ops.logical_and(ops.logical_not(applied), nonfinite)
             optimizer.scaled_step.forget_scale_of(kept.scale, nonfinite)
         return _present_logs(model, logs)
 
     return backend.around_train_step(model, tracked, before, after)
+
+
+def _tracked_step(
+    optimizer: Any, train_step: Callable[..., Any], tracker: LossTracker
+) -> Callable[..., Any]:
+    """The train step with the tracker's counts, which notes whether it has scaled its loss."""
+    is_kmps = _is_kmps(optimizer)
+
+    def tracked(*args: Any) -> Any:
+        if is_kmps:
+            optimizer.scale_was_read = False
+        with tracker.training():
+            logs = train_step(*args)
+        if is_kmps:
+            optimizer.step_scales_loss = optimizer.scale_was_read
+        return logs
+
+    return tracked
+
+
+def _restore_averages(kept: _Kept, applied: Tensor, nonfinite: Tensor) -> None:
+    """Give the averages their old values back that a skipped step has made inf or NaN.
+
+    Args:
+        kept: what was known before the step.
+        applied: bool[], whether the step was applied.
+        nonfinite: bool[], whether its loss was not finite, which takes all averages back.
+    """
+    for average, sums in zip(kept.averages, kept.sums, strict=True):
+        lost = ops.logical_or(nonfinite, _became_nonfinite(average, sums))
+        counts = ops.logical_or(applied, ops.logical_not(lost))
+        backend.restore_unless(counts, average, sums)
 
 
 def _skip_counter(optimizer: Any) -> Variable:
