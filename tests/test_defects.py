@@ -12,7 +12,7 @@ from oracle import BACKEND, MODES, Run, compiled, few, number
 
 import kmp
 from kmp.health import measure as health
-from kmp.health.measure import gather
+from kmp.health.measure import group_gradients
 
 k = keras.optimizers
 COMPILED = {"tensorflow": "graph", "jax": "jit", "torch": "eager"}[BACKEND]
@@ -202,7 +202,7 @@ def test_a_sparse_gradient_is_never_made_dense(verb):
     elif verb == "unscale":
         assert rule.unscale([slices], rule.init())[0].values.shape == (2, 32)
     else:
-        assert number(health.measure(gather([slices], [2**40]), [2**40])[0][0]) == 8.0
+        assert number(health.measure(group_gradients([slices], [2**40]), [2**40])[0][0]) == 8.0
 
 
 @pytest.mark.only("tensorflow")

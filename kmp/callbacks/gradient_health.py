@@ -194,6 +194,7 @@ class GradientHealth(keras.callbacks.Callback):
         logs = {} if logs is None else logs
         losses = {x: logs[x] for x in ("loss", "val_loss") if isinstance(logs.get(x), numbers.Real)}
         report = self._look(losses)
+        self._batches = 0
         if report is not None:
             self._epoch_steps = report.step - self._cadence.epoch_start
             if since := self._since_calibration():

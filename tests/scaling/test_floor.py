@@ -1,8 +1,6 @@
 """The default floor of the loss scale: what trains under Keras's optimizer trains, and nothing
 falls further. Keras's own optimizer, which has no floor, is the oracle."""
 
-import contextlib
-
 import keras
 import numpy as np
 import pytest
@@ -11,6 +9,9 @@ from keras import ops
 from oracle import number
 
 import kmp
+
+# On TensorFlow's CPU kernels the gradients of these models stay finite in float16.
+pytestmark = pytest.mark.only("jax", "torch")
 
 FLOOR = kmp.DynamicLossScale().min_scale
 LARGEST = kmp.formats["float16"].largest
@@ -95,6 +96,7 @@ def test_the_largest_gradient_that_adam_can_square():
         assert np.isinf(np.square(np.float32(2 * LARGEST / FLOOR)))
 
 
+@pytest.mark.only("jax")
 def test_keras_still_loses_a_run_at_a_scale_below_the_floor():
     """Adam's second moments are inf, and its weights NaN."""
     optimizer = keras.optimizers.LossScaleOptimizer(adam(), initial_scale=2.0**-47)
@@ -130,19 +132,3 @@ def test_a_run_that_always_overflows_is_told_at_the_floor():
     assert told == {"CALIBRATING": 1, "STALLED": 30, "COLLAPSED": 63}
     assert number(model.optimizer.scale_variable) == FLOOR
     assert watch.report.consecutive_skips == 70
-
-
-@pytest.mark.only("tensorflow")
-def test_replicas_train_as_under_keras():
-    import tensorflow as tf
-
-    results = []
-    for wrap in (keras.optimizers.LossScaleOptimizer, kmp.LossScaleOptimizer):
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(strategy.scope())
-            results.append(trained(wrap(adam(), initial_scale=1.0)))
-    (expected, found), (weights, ours_found) = results
-    assert found == ours_found == 4
-    for one, other in zip(weights, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
