@@ -23,11 +23,14 @@ def still_model(outputs=1, **compile_arguments):
     names = [f"output_{i}" for i in range(outputs)]
     layers = [keras.layers.Dense(1, kernel_initializer="zeros", name=name) for name in names]
     model = keras.Model(inputs, [layer(inputs) for layer in layers])
+    metrics = [["mae"] for _ in names]
+    weighted = [[keras.metrics.MeanSquaredError(name="weighted")] for _ in names]
     model.compile(
         kmp.scaled("sgd", SCALE, learning_rate=0.0),
         ["mse"] * outputs,
-        metrics=[["mae"]] * outputs,
-        weighted_metrics=[[keras.metrics.MeanSquaredError(name="weighted")] for _ in names],
+        # Keras 3.10 takes one list for a single output, and a list of lists for several.
+        metrics=metrics if outputs > 1 else metrics[0],
+        weighted_metrics=weighted if outputs > 1 else weighted[0],
         **compile_arguments,
     )
     return model
