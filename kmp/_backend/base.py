@@ -549,7 +549,8 @@ class OneReplica:
 
 def _shifted(x: Tensor, by: int) -> Tensor:
     """Shift to the right; zeros come in from the left."""
-    return ops.bitwise_and(ops.right_shift(x, by), 2 ** (32 - by) - 1)
+    # Not `ops.bitwise_and`: where Keras's floatx is bfloat16, it makes a Python int a float on JAX.
+    return ops.right_shift(x, by) & (2 ** (32 - by) - 1)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -3,10 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
-from keras import ops
-
-from kmp._backend.types import Tensor
 from kmp._keras.optimizer import rate_of_last_step, trainable_variables_of
+from kmp.precision.trees import as_number
 
 
 def learning_rates(optimizer: Any) -> dict[str, float]:
@@ -35,7 +33,7 @@ def highest_rate(optimizer: Any, paths: Collection[str]) -> float:
     """
     parts = [x for x in _parts(optimizer) if x.built]
     return max(
-        _number(rate_of_last_step(each))
+        as_number(rate_of_last_step(each))
         for each in parts
         if any(v.path in paths for v in trainable_variables_of(each))
     )
@@ -53,8 +51,4 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _rate(optimizer: Any) -> float:
-    return _number(ops.convert_to_tensor(optimizer.learning_rate))
-
-
-def _number(x: Tensor) -> float:
-    return float(ops.convert_to_numpy(x))
+    return as_number(optimizer.learning_rate)

@@ -15,7 +15,7 @@ from kmp._keras.optimizer import (
     optimizers_of,
     steps_of,
 )
-from kmp.precision.trees import all_finite
+from kmp.precision.trees import all_finite, as_number
 from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.scaling.rules import DynamicLossScale
 
@@ -91,7 +91,7 @@ def take_snapshot(model: Any, step: int, meant: Collection[int] = ()) -> Snapsho
         return None
     found = iter(live[len(state) :])
     loss_scales = [
-        getattr(optimizer, "initial_scale", 1.0) if x is None else _number(next(found))
+        getattr(optimizer, "initial_scale", 1.0) if x is None else as_number(next(found))
         for optimizer, x in zip(optimizers, scales, strict=True)
     ]
     return Snapshot(step, state, [backend.to_host(x) for x in held], loss_scales)
@@ -115,14 +115,14 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
         backend.from_host(variable, value)
     pairs = list(zip(_optimizers(model), snapshot.loss_scales, strict=True))
     if len(pairs) > 1:  # what `compile` has without an argument may never step
-        pairs = [(x, scale) for x, scale in pairs if _number(steps_of(inner_optimizer_of(x)))]
+        pairs = [(x, scale) for x, scale in pairs if as_number(steps_of(inner_optimizer_of(x)))]
     changes = [(x, change) for x, scale in pairs for change in _lowered(x, scale, lr_factor)]
     return [f"{change} ({x.name})" if len(pairs) > 1 else change for x, change in changes]
 
 
 def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
     """Lower the learning rate and the loss scale of an optimizer; say what changed."""
-    learning_rate, changes = _number(optimizer.learning_rate), []
+    learning_rate, changes = as_number(optimizer.learning_rate), []
     try:
         optimizer.learning_rate = learning_rate * lr_factor
         changes.append(f"learning rate {learning_rate:g} -> {learning_rate * lr_factor:g}")
@@ -133,7 +133,7 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
     if scale is not None and isinstance(rule, DynamicLossScale):
         # Not from what it is now: the steps that diverged may have taken it to its floor, and it
         # takes 2000 finite steps for each doubling.
-        now, floor = _number(scale), min(loss_scale, rule.min_scale)
+        now, floor = as_number(scale), min(loss_scale, rule.min_scale)
         then = max(loss_scale * rule.backoff_factor, floor)
         scale.assign(then)
         optimizer.step_counter.assign(0)
@@ -147,7 +147,3 @@ def _scale_of(optimizer: Any) -> Variable | None:
     if isinstance(optimizer, LossScaleOptimizer):  # reading `dynamic_scale` counts as scaling
         return optimizer.scale_variable
     return optimizer.dynamic_scale
-
-
-def _number(scalar: Any) -> float:
-    return float(ops.convert_to_numpy(ops.convert_to_tensor(scalar)))

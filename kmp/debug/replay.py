@@ -14,6 +14,7 @@ from kmp._backend.types import Gradient, Tensor, Tree
 from kmp._keras import check_model, takes_training, with_mask_of
 from kmp._keras.calls import Call, Recorder, recording
 from kmp.debug.stats import floats, has_nonfinite, is_float_tensor, measure
+from kmp.precision.trees import as_number
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 Batch: TypeAlias = tuple[Tree, Tree, Tree]  # x, y and sample_weight
@@ -170,12 +171,12 @@ def loss_scale_of(model: Any) -> float:
     if optimizer is None:
         return 1.0
     if not isinstance(optimizer, LossScaleOptimizer):
-        scale = optimizer.scale_loss(ops.ones(()))
+        scale = optimizer.scale_loss(ops.ones((), "float32"))
     elif optimizer.built:  # its `scale_loss` would note that the loss is scaled
         scale = optimizer.scale_variable
     else:
         scale = optimizer.loss_scale.init().scale
-    return float(ops.convert_to_numpy(scale))
+    return as_number(scale)
 
 
 def as_batch(tree: Tree) -> Tree:

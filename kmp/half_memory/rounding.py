@@ -43,10 +43,11 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     Source: Zamirai et al. 2020, *Revisiting BFloat16 Training*, section 4.
     """
     as_bits = backend.bitcast(x, "int32")
-    to_largest = _LARGEST - ops.bitwise_and(as_bits, _MAGNITUDE)  # below 0 for inf and NaN
-    noise = ops.minimum(ops.bitwise_and(bits, _LOWER_HALF), ops.maximum(to_largest, 0))
+    # Python's operators keep int32 whatever Keras's floatx is; see `backend.hash_bits`.
+    to_largest = _LARGEST - (as_bits & _MAGNITUDE)  # below 0 for inf and NaN
+    noise = ops.minimum(bits & _LOWER_HALF, ops.where(to_largest > 0, to_largest, 0))
     # The noise never reaches the sign. A NaN that arithmetic makes has bits in the upper half.
-    rounded = ops.bitwise_and(as_bits + noise, _UPPER_HALF)
+    rounded = (as_bits + noise) & _UPPER_HALF
     return ops.cast(backend.bitcast(rounded, "float32"), "bfloat16")
 
 
@@ -74,7 +75,7 @@ def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) ->
     key = backend.hash_bits(backend.hash_bits(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
     other = backend.hash_bits(key + _signed(_GOLDEN))
     inner, outer = (_signed(_hash_number(_GOLDEN * (2 * place + i))) for i in (1, 2))
-    hashed = backend.hash_bits(_indices(shape) + ops.bitwise_xor(key, inner))
+    hashed = backend.hash_bits(_indices(shape) + (key ^ inner))
     return backend.hash_bits(ops.bitwise_xor(hashed, other + outer))
 
 

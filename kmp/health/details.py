@@ -178,7 +178,7 @@ def _chosen(number: Tensor, options: Sequence[Any]) -> Tensor:
 def _bin(values: Tensor) -> Tensor:
     """int32[n]: the bin of each value, read from its bits: exact, without a logarithm."""
     bits = ops.right_shift(backend.bitcast(values, "int32"), _MANTISSA)
-    exponent = ops.bitwise_and(bits, _EXPONENT_BITS) - _BIAS
+    exponent = (bits & _EXPONENT_BITS) - _BIAS  # `&`, as in `hash_bits`
     inner = ops.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1
     outer = ops.where(ops.equal(values, 0.0), 0, inner)
     return ops.cast(ops.where(exponent > _BIAS, BINS - 1, outer), "int32")

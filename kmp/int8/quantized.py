@@ -10,6 +10,7 @@ from kmp.int8 import fake_quantization as fake
 from kmp.int8 import int8_convolution as int8
 from kmp.int8.fake_quantization import OBSERVER, FakeQuantized
 from kmp.int8.range_quantizer import RangeQuantizer, levels_of
+from kmp.precision.trees import as_number
 
 PREPARED: dict[Any, Any] = {
     keras.layers.Dense: fake.FakeQuantizedDense,
@@ -67,7 +68,7 @@ def quantize(layer: Any) -> None:
 
     Keras quantizes its own `Dense` and `EinsumDense`; a convolution takes its class in `QUANTIZED`.
     """
-    inputs = RangeQuantizer(_number(layer.input_range), layer.activation_bits)
+    inputs = RangeQuantizer(as_number(layer.input_range), layer.activation_bits)
     levels = levels_of(layer.weight_bits)
     weights = keras.quantizers.AbsMaxQuantizer(
         axis=layer.summed_axes, value_range=(-levels, levels)
@@ -125,10 +126,6 @@ def quantize_like(layer: Any, quantization: dict[str, Any]) -> None:
     _quantize(layer, keras.saving.deserialize_keras_object(quantization["config"]))
 
 
-def _number(variable: Any) -> float:
-    return float(ops.convert_to_numpy(variable))
-
-
 def is_unseen(layer: FakeQuantized) -> bool:
     """Whether a prepared layer has not learned any range yet."""
-    return _number(layer.observed_batches) == 0
+    return as_number(layer.observed_batches) == 0

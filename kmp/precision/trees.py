@@ -113,6 +113,14 @@ def as_float_dtype(dtype: Any) -> DType:
     return name
 
 
+def as_number(scalar: Any) -> float:
+    """A scalar tensor, variable or number as a Python float.
+
+    In at least float32, since NumPy reads no bfloat16 scalar of TensorFlow's.
+    """
+    return float(ops.convert_to_numpy(at_least_float32(scalar)))
+
+
 def all_finite(tree: Tree) -> Tensor:
     """Tell whether a structure of tensors is free of inf and NaN.
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from keras import Model, ops
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
@@ -347,6 +348,10 @@ class TensorFlowBackend(Backend):
         if each:
             return [tf.stack(getattr(v.value, "values", [v.value])) for v in variables]
         return [tf.convert_to_tensor(v.value) for v in variables]
+
+    def to_host(self, x: Any) -> Any:
+        # NumPy makes no array of a bfloat16 scalar by itself.
+        return np.array(ops.convert_to_tensor(x).numpy())
 
     def preserved(self, variable: Variable) -> Callable[[], None]:
         # On each replica its own value.
