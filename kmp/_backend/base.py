@@ -15,7 +15,15 @@ import numpy as np
 from keras import ops
 
 from kmp._backend.sharding import UNSHARDED, Sharding
-from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Tree, Variable
+from kmp._backend.types import (
+    Device,
+    DeviceMemory,
+    Gradient,
+    Operation,
+    Tensor,
+    Tree,
+    Variable,
+)
 
 # Factor and shift of each round of `hash_bits`: 0x85EBCA6B and 0xC2B2AE35 as int32.
 MURMUR3 = ((0x85EBCA6B - 2**32, 13), (0xC2B2AE35 - 2**32, 16))
@@ -482,6 +490,20 @@ class Backend(abc.ABC):
     def without_functions(self) -> contextlib.AbstractContextManager[None]:
         """Within, compile no function: it would keep traces of dtypes that are about to change."""
         return contextlib.nullcontext()
+
+    # ---- Programs ------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def operations(self, function: Callable[..., Any], inputs: Sequence[Tree]) -> list[Operation]:
+        """List what a function computes, in the order in which it does; nothing is computed.
+
+        Loops, conditions and compiled parts are looked into.
+
+        Args:
+            function: called as `function(note, *inputs)`; `note(x, label)` returns the tensor `x`,
+                and marks this place of the program with the label. Anything else it returns as is.
+            inputs: structures of symbolic tensors, as Keras has them while it calls symbolically.
+        """
 
     # ---- Memory --------------------------------------------------------------------------------
 

@@ -22,3 +22,38 @@ class DeviceMemory(NamedTuple):
 
     in_use: int  # now
     peak: int  # the most since the last look
+
+
+class Value:
+    """A tensor in a list of operations: one place in a program, whatever it holds."""
+
+    def __init__(self, dtype: str, shape: tuple[int | None, ...] | None):
+        self.dtype = dtype  # such as "float32", "int64", "bool" or "string"
+        self.shape = shape  # None if even the rank is not known
+
+    @property
+    def is_one_number(self) -> bool:
+        return self.shape is not None and all(n == 1 for n in self.shape)
+
+
+class Operation(NamedTuple):
+    """One operation of a program that a backend has traced.
+
+    Attributes:
+        kind: one of these, or empty.
+            "note": a mark that `operations` was asked to set;
+            "sequence": several numbers that come from nowhere (a range, an array in the code);
+            "cast": numbers become those of another dtype;
+            "equal": they are compared for being the same;
+            "wave": their sine or cosine;
+            "add": their sums;
+            "move": the same numbers in other places, or chosen among them.
+        inputs: what it computes with; empty where only the shape matters.
+        outputs: what it computes.
+        label: what was given to `note`.
+    """
+
+    kind: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    label: Any = None

@@ -6,6 +6,7 @@ begins with an underscore. `tests/test_house.py` lists the names, and since when
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,22 +156,36 @@ def symbolic_outputs(model: Any, call: Callable | None = None) -> Any:
     No weight or random state is read or changed, and no node is added to any layer. Private:
     `compute_output_spec`; calling the model itself on KerasTensors would add nodes.
     """
-    if is_graph(model):
-        inputs = model.inputs[0] if isinstance(model, Sequential) else model.input
+    # Only a graph knows the dtypes of its inputs. On JAX, no code may compare an unknown size with
+    # another number: then any size is tried in its place.
+    dtypes = [None] if is_graph(model) else ["float32", "int32"]
+    for size, dtype in itertools.product((None, 2), dtypes):
         try:
-            return keras.src.backend.compute_output_spec(call or model.call, inputs)
-        except Exception:  # whatever the user's code raises
-            return None
-    shapes = model.get_build_config() or {}
-    shapes = shapes.get("shapes_dict") or {"inputs": shapes.get("input_shape")}
-    for dtype in ("float32", "int32"):  # the model knows its inputs' shapes, not their dtypes
-        try:
-            inputs = [_specs(shape, dtype) for shape in shapes.values()]
-            with casting_inputs(model):
+            inputs = _inputs_of(model, dtype, size)
+            with contextlib.nullcontext() if is_graph(model) else casting_inputs(model):
                 return keras.src.backend.compute_output_spec(call or model.call, *inputs)
         except Exception:  # whatever the user's code raises
             continue
     return None
+
+
+def _inputs_of(model: Any, dtype: str | None, size: int | None) -> list[Any]:
+    """What a model is called with, as KerasTensors, with `size` in place of unknown ones."""
+    if dtype is None:
+        inputs = [model.inputs[0] if isinstance(model, Sequential) else model.input]
+    else:
+        shapes = model.get_build_config() or {}
+        shapes = shapes.get("shapes_dict") or {"inputs": shapes.get("input_shape")}
+        inputs = [_specs(shape, dtype) for shape in shapes.values()]
+    return inputs if size is None else keras.tree.map_structure(_sized(size), inputs)
+
+
+def _sized(size: int) -> Callable[[keras.KerasTensor], keras.KerasTensor]:
+    def with_size(spec):
+        shape = [size if n is None else n for n in spec.shape]
+        return keras.KerasTensor(shape, dtype=spec.dtype, sparse=spec.sparse)
+
+    return with_size
 
 
 def _specs(shape: Any, dtype: str) -> Any:

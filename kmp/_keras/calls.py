@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import keras
 from keras import Layer, Operation
 
-from kmp._keras import path_of
+from kmp._keras import is_preprocessing, path_of
 
 Tree: TypeAlias = Any  # nested lists, tuples and dicts of tensors
 
@@ -61,7 +61,7 @@ class Recorder:
     Args:
         watch: called as `watch(time, call, role, tree)` with the inputs (role `"input"`) and
             outputs (`"output"`) of each watched call; what it returns takes their place.
-        keys: `Call.key` of the calls that are watched.
+        keys: `Call.key` of the calls that are watched; None for all of them.
 
     Attributes:
         calls: list of `Call`, in the order in which they began.
@@ -71,7 +71,7 @@ class Recorder:
     def __init__(
         self,
         watch: Callable[[int, Call, str, Tree], Tree] | None = None,
-        keys: Collection[str] = (),
+        keys: Collection[str] | None = None,
     ):
         self.calls: list[Call] = []
         self.clock = 0
@@ -124,9 +124,29 @@ class Recorder:
 
     def _seen(self, call: Call, role: str, tree: Tree) -> Tree:
         time = self._tick()
-        if self._watch is None or call.key not in self._keys:
+        if self._watch is None or (self._keys is not None and call.key not in self._keys):
             return tree
         return self._watch(time, call, role, tree)
+
+
+class SymbolicRecorder(Recorder):
+    """Records symbolic calls, also of preprocessing layers that compute with numbers only.
+
+    On JAX and PyTorch, TensorFlow hashes and looks up. Such a layer returns zeros instead.
+    """
+
+    def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Let the innermost call compute, and return its outputs."""
+        call = self._stack[-1]
+        try:
+            return super().run(function, args, kwargs)
+        except Exception:
+            if not is_preprocessing(call.layer):
+                raise
+        spec = keras.tree.map_structure(_spec_of, call.received)
+        specs = call.layer.compute_output_spec(*spec[0], **spec[1])
+        call.outputs = keras.tree.map_structure(_zeros, specs)
+        return call.outputs
 
 
 @contextlib.contextmanager
@@ -170,6 +190,19 @@ def recording(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         Layer.__call__, Operation.__call__ = layer_call, operation_call
+
+
+def _spec_of(x: Any) -> Any:
+    if not keras.ops.is_tensor(x):
+        return x
+    shape = [n if isinstance(n, int) else None for n in x.shape]
+    return keras.KerasTensor(shape, keras.backend.standardize_dtype(x.dtype))
+
+
+def _zeros(spec: keras.KerasTensor) -> Any:
+    """A tensor that a symbolic call goes on with; any size stands for an unknown one."""
+    dtype = "int32" if spec.dtype == "int64" else spec.dtype  # JAX may have no int64
+    return keras.ops.zeros([n or 1 for n in spec.shape], dtype)
 
 
 def _dtype_of(outputs: Tree) -> str:

@@ -69,6 +69,10 @@ def audit(model: keras.Model) -> AuditReport:
     - `"half loss"`, `"half metric"`: functions that Keras evaluates in the outputs' half precision;
     - `"activity regularizer"`: Keras sums it in half precision, and `fit` raises on TensorFlow;
     - `"half preprocessing"`: raw inputs are cast to half precision before they are normalized;
+    - `"half indices"`: float indices are cast to half precision by a layer before an `Embedding`,
+      a one-hot vector or a table takes them. Of a model that is no graph of layers nobody knows
+      whether indices come as floats or integers: it is found where they come in one tensor with
+      features;
     - `"epsilon"`: an epsilon that is 0 in the dtype of its layer or of the weights;
     - `"constant"`: a number in the config or the code of a layer that is beyond the range of its
       dtype, such as the -1e9 of a mask;

@@ -1,7 +1,7 @@
 """Convert a model that exists to mixed precision: the same object and weights, other dtypes."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -25,6 +25,14 @@ from kmp._keras import (
     takes_training,
 )
 from kmp.models.heads import called_models, output_layers
+from kmp.models.indices import (
+    INDICES,
+    NEEDS_INTEGERS,
+    RAW_INPUTS,
+    REASONS,
+    Rounding,
+    roundings,
+)
 from kmp.models.optimizers import Rebuilding, scale_losses
 from kmp.models.policies import remember_policies
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
@@ -52,6 +60,11 @@ def to_mixed_precision(
     - preprocessing layers (`Normalization`, `Rescaling`, augmentation), because raw inputs may be
       beyond the range of half precision;
     - layers with an activity regularizer, because Keras sums it in half precision;
+    - layers that carry indices: what an `Embedding`, a one-hot vector, a gather, a table or any
+      other cast to integers is given as floats may have passed a `Reshape`, `Lambda` or layer of
+      your own, and half precision would round it. The same goes for raw inputs on their way to a
+      preprocessing layer. If such a layer has weights, or is the model itself, it computes in half
+      precision all the same, on inputs that are not cast: the report says `i=uncast`;
     - layers that `filter_fn` excludes, with all layers inside them.
 
     Normalization layers and layers with state of their own, such as moving averages, compute in
@@ -104,7 +117,7 @@ def to_mixed_precision(
         policy = policy.default_policy
     policy = get_policy(f"mixed_{half_dtype()}" if policy is None else policy)
     _check(model, policy)
-    plan = _plan(model, policy, filters)
+    plan = _plan(model, policy, filters, _exact_layers(model, policy, filters))
     before = {id(layer): layer.dtype_policy for layer in layers_of(model)}
     changes = [
         change for layer, new, _ in plan for change in dtype_changes(layer, new, policy.param_dtype)
@@ -160,12 +173,7 @@ def _convert(
         if failed:
             undo()
             if any(symbolic_outputs(*way) is not None for way in failed):
-                raise ValueError(
-                    f"{model.name!r} cannot be called in {policy}: one of its layers mixes dtypes "
-                    "that do not go together. Nothing was converted. Exclude that layer, for "
-                    "example with filter_fn=lambda layer, path: layer.name != 'its_name'; or "
-                    "convert to kmp.debug.diagnose(model, x, y).policy, which keeps it in float32."
-                )
+                raise ValueError(_mixed_dtypes(model, policy, plan))
             undo = convert()
     except Exception:
         undo()
@@ -176,6 +184,22 @@ def _convert(
     return (
         f"{model.name!r} was not tried in {policy}, because Keras cannot call it without data. "
         "Call it on a batch: if it raises, one of its layers mixes dtypes that do not go together."
+    )
+
+
+def _mixed_dtypes(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any, str]]) -> str:
+    uncast = [x for x, new, _ in plan if not getattr(new, "casts_inputs", True)]
+    hint = (
+        f" The inputs of {path_of(uncast[0])!r} are not cast, because it {INDICES}: its code can "
+        "combine them with the rest by keras.ops, such as keras.ops.multiply(a, b) for a * b."
+        if uncast
+        else ""
+    )
+    return (
+        f"{model.name!r} cannot be called in {policy}: one of its layers mixes dtypes that do not "
+        f"go together. Nothing was converted.{hint} Exclude that layer, for example with "
+        "filter_fn=lambda layer, path: layer.name != 'its_name'; or convert to "
+        "kmp.debug.diagnose(model, x, y).policy, which keeps it in float32."
     )
 
 
@@ -231,8 +255,53 @@ def _converted_by(policy_map: Any) -> Callable[[keras.Layer, str], bool]:
     return filter_fn
 
 
-def _plan(
+def _exact_layers(
     model: Any, policy: Policy, filters: list[tuple[Callable, str]]
+) -> dict[int, Rounding]:
+    """The layers that must not round what they carry, by their ids.
+
+    They are found in the converted model, with its weights as they are: convert, look what is
+    rounded, and look again, for a layer whose inputs are not cast may still cast by itself.
+    """
+    exact: dict[int, Rounding] = {}
+    half = Policy(policy.param_dtype, half_dtype()) if policy.adapts else policy
+    before = [(layer, layer.dtype_policy) for layer in layers_of(model)]
+    # Nobody knows whether these get their indices as floats or as integers.
+    unknown = {id(each) for each in called_models(model) if not is_graph(each)}
+    try:
+        while half.compute_dtype in HALF_DTYPES:
+            plan = _plan(model, half, filters, exact)
+            _give([(layer, _on_weights_of(layer, new)) for layer, new, _ in plan])
+            looked = roundings(model)
+            found = {id(each.layer): each for each in looked or ()}
+            if not exact and unknown.intersection(found):
+                unknown -= {id(each.layer) for each in roundings(model, certain=True) or ()}
+            if looked is None:  # its code cannot do with inputs that are not cast
+                casting = {key: each for key, each in exact.items() if key in unknown}
+                found = {key: each._replace(why=NEEDS_INTEGERS) for key, each in casting.items()}
+            settled = {key for key, each in exact.items() if each.why == NEEDS_INTEGERS}
+            new = {key: each for key, each in found.items() if key not in settled}
+            if new.items() <= exact.items():
+                break
+            exact.update(new)
+    finally:
+        _give(before)
+    return exact
+
+
+def _on_weights_of(layer: keras.Layer, policy: Any) -> Any:
+    """A policy's computation, on weights in the dtype that those of the layer have now."""
+    if not isinstance(policy, Policy):
+        return policy
+    on_weights = Policy(layer.variable_dtype, policy.compute_dtype)
+    return on_weights if policy.casts_inputs else on_weights.with_inputs_uncast()
+
+
+def _plan(
+    model: Any,
+    policy: Policy,
+    filters: list[tuple[Callable, str]],
+    exact: Mapping[int, Rounding],
 ) -> list[tuple[keras.Layer, Any, str]]:
     """Each layer, the policy that it will have, and the reason if that is not `policy`."""
     heads = {id(each) for layer in output_layers(model) for each in layers_of(layer)}
@@ -265,16 +334,36 @@ def _plan(
         elif layer.activity_regularizer is not None:
             reason = "activity regularizer"
         elif any(map(is_preprocessing, inner)) and not is_graph(layer):
-            reason = "hands raw inputs to preprocessing layers"
-        elif policy.param_dtype in HALF_DTYPES and (reason := float32_weights(layer)):
-            output = policy.output_dtype if policy.has_output_dtype else None
-            new = Policy("float32", policy.compute_dtype, output)
+            reason = RAW_INPUTS
+        elif id(layer) in exact:
+            new, reason = _exact(exact[id(layer)], policy)
         else:
-            new = policy
+            new, reason = _converted(layer, policy)
         plan[id(layer)] = (layer, new, reason)
-        alone = not reason or reason.startswith(("hands", "float32 weights"))
+        alone = not reason or reason.startswith((*REASONS, "float32 weights"))
         for each in inner:
             visit(each, None if alone else (new, path))
 
     visit(model)
     return list(plan.values())
+
+
+def _exact(rounding: Rounding, policy: Policy) -> tuple[Policy, str]:
+    """The policy under which a layer does not round what it must not round, and why."""
+    converted, _ = _converted(rounding.layer, policy)
+    if rounding.why == NEEDS_INTEGERS:
+        new = converted
+    elif rounding.layer.weights and not rounding.by_itself:
+        new = converted.with_inputs_uncast()
+    else:
+        new = Policy("float32")
+    return new, rounding.why
+
+
+def _converted(layer: keras.Layer, policy: Policy) -> tuple[Policy, str]:
+    """The policy of a layer that computes as `policy` says, and why its weights do not follow."""
+    reason = float32_weights(layer) if policy.param_dtype in HALF_DTYPES else ""
+    if not reason:
+        return policy, ""
+    output = policy.output_dtype if policy.has_output_dtype else None
+    return Policy("float32", policy.compute_dtype, output), reason

@@ -17,6 +17,7 @@ HAZARDS: dict[str, Callable[[Any], Hazards]] = {
     "half metric": training.half_metric,
     "activity regularizer": layers.activity_regularizer,
     "half preprocessing": layers.half_preprocessing,
+    "half indices": layers.half_indices,
     "epsilon": layers.epsilon,
     "constant": layers.constant,
     "lost on reload": training.lost_on_reload,

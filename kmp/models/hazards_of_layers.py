@@ -10,7 +10,9 @@ from keras.layers import BatchNormalization, Dense, EinsumDense
 
 from kmp._keras import is_preprocessing, layers_of, path_of
 from kmp.layers import Float32OutputDense
+from kmp.models.indices import INDICES, RAW_INPUTS, Rounding, roundings, whole_numbers
 from kmp.precision.float_formats import formats
+from kmp.precision.policy import get_policy
 from kmp.precision.trees import HALF_DTYPES
 
 Hazards = Iterator[tuple[str, str, str]]  # path, problem, advice
@@ -19,6 +21,8 @@ Hazards = Iterator[tuple[str, str, str]]  # path, problem, advice
 _MULTIPLE = 8
 # A moving average that may stay this far from what it averages is worth a finding.
 _TOLERATED_STALL = 0.1
+
+_ADVICE = 'Give the layer dtype="float32", or convert the model with kmp.to_mixed_precision.'
 
 _REVERSIBLE: Any = getattr(keras.layers, "ReversibleEmbedding", ())  # not in every Keras 3
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -54,8 +58,44 @@ def half_preprocessing(model: Model) -> Hazards:
             yield (
                 path_of(layer),
                 f"its raw inputs are cast to {layer.compute_dtype} before it sees them.",
-                'Give the layer dtype="float32", or convert the model with kmp.to_mixed_precision.',
+                _ADVICE,
             )
+    for each in (
+        _roundings(model, RAW_INPUTS) if any(map(is_preprocessing, layers_of(model))) else ()
+    ):
+        yield (
+            path_of(each.layer),
+            f"it casts raw inputs to {each.layer.compute_dtype} before a preprocessing layer sees "
+            "them.",
+            _advice_to_keep_inputs(each),
+        )
+
+
+def half_indices(model: keras.Model) -> Hazards:
+    """Indices that a layer rounds before something is looked up by them."""
+    for each in _roundings(model, INDICES):
+        dtype = each.layer.compute_dtype
+        yield (
+            path_of(each.layer),
+            f"it casts indices to {dtype}, which holds every whole number only up to "
+            f"{whole_numbers(dtype)}: beyond, others are looked up in their place.",
+            _advice_to_keep_inputs(each),
+        )
+
+
+def _roundings(model: keras.Model, why: str) -> list[Rounding]:
+    found = half_layers(model) and roundings(model, certain=True)
+    return [each for each in found or () if each.why == why]
+
+
+def _advice_to_keep_inputs(rounding: Rounding) -> str:
+    if rounding.by_itself or not rounding.layer.weights:
+        return _ADVICE
+    policy = get_policy(rounding.layer.dtype_policy).with_inputs_uncast()
+    return (
+        f'Give the layer dtype=kmp.Policy("{policy}"), which leaves its inputs as they are, or '
+        "convert the model with kmp.to_mixed_precision."
+    )
 
 
 def epsilon(model: Any) -> Hazards:

@@ -18,7 +18,9 @@ _KEYS = {
     **dict.fromkeys(("p", "param", "params"), "param_dtype"),
     **dict.fromkeys(("c", "compute"), "compute_dtype"),
     **dict.fromkeys(("o", "out", "output"), "output_dtype"),
+    **dict.fromkeys(("i", "in", "inputs"), "inputs"),
 }
+_UNCAST = "uncast"
 _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
 
@@ -48,6 +50,7 @@ class Policy(DTypePolicy):
         "p=f32,c=bf16,o=f32"             one dtype each                           (JMP)
         "params=float32,compute=float16,output=float32"                     the same, spelled out
         "autocast"                       half precision while a `kmp.autocast` scope is open
+        "mixed_bfloat16,i=uncast"        as before the comma, and a layer's inputs are not cast
 
     In the `key=dtype` strings, params default to float32, compute to params, and output to
     compute. Keras calls the parameters' dtype `variable_dtype`.
@@ -58,6 +61,11 @@ class Policy(DTypePolicy):
     Keras's own layers ignore `output_dtype` and return their compute dtype. It takes effect in
     `cast_to_output`, in functions decorated with `kmp.autocast`, in
     `kmp.layers.Float32BatchNormalization` and at the outputs of `kmp.to_mixed_precision` models.
+
+    Keras casts the float inputs of a layer to its compute dtype, which rounds ids. With `i=uncast`
+    the code of the layer gets them as they are, but for float64, which becomes float32. Weights
+    are in half precision: `keras.ops` combine them with float32 in float32, Python's operators on
+    TensorFlow's tensors raise.
 
     A policy that Keras has a name for, such as `"mixed_float16"`, is saved under that name, and
     the file loads without kmp. For other policies, `import kmp` before loading the file.
@@ -107,6 +115,7 @@ class Policy(DTypePolicy):
         else:
             dtypes = _parse(keras.config.dtype_policy() if name is None else name)
         self.adapts = dtypes.pop(AUTOCAST, False)
+        self.casts_inputs = dtypes.pop("inputs", None) != _UNCAST
         self._variable_dtype = dtypes.get("param_dtype", "float32")
         self._compute_dtype = dtypes.get("compute_dtype", self._variable_dtype)
         self._output_dtype = dtypes.get("output_dtype")
@@ -155,7 +164,29 @@ class Policy(DTypePolicy):
                 'The policy "autocast" has the output dtype of the scope. Received: '
                 f'output_dtype={output_dtype!r}. Write kmp.autocast("p=f32,c=bf16,o=f32").'
             )
-        return Policy(self._variable_dtype, self._compute_dtype, output_dtype)
+        policy = Policy(self._variable_dtype, self._compute_dtype, output_dtype)
+        return policy if self.casts_inputs else policy.with_inputs_uncast()
+
+    def with_inputs_uncast(self) -> "Policy":
+        """Return a copy under which Keras does not cast a layer's inputs.
+
+        >>> Policy("mixed_float16").with_inputs_uncast()
+        <Policy "mixed_float16,i=uncast">
+        """
+        return Policy(f"{self},i={_UNCAST}") if self.casts_inputs else self
+
+    def convert_input(self, x: Any, autocast: bool, dtype: DType) -> Any:
+        """What Keras hands to a layer in place of `x`: a tensor, in the compute dtype if a float's.
+
+        Args:
+            x: argument of a layer's call, of any shape and dtype.
+            autocast: whether the layer lets Keras cast.
+            dtype: what to cast to.
+        """
+        if self.casts_inputs:
+            return super().convert_input(x, autocast, dtype)
+        is_double = "float64" in str(getattr(x, "dtype", ""))
+        return super().convert_input(x, autocast and is_double, "float32")
 
     def cast_to_param(self, tree: T) -> T:
         """Return the structure with its floats cast to `param_dtype`."""
@@ -170,11 +201,12 @@ class Policy(DTypePolicy):
         return cast_floats(tree, self.output_dtype)
 
     def __str__(self) -> str:
-        if self._output_dtype is None and (self.adapts or self._keras_name()):
-            return self._name
         dtypes = (self._variable_dtype, self._compute_dtype, self._output_dtype)
         pairs = zip("pco", dtypes, strict=True)
-        return ",".join(f"{key}={SHORT_NAMES.get(x, x)}" for key, x in pairs if x)
+        spelled = [f"{key}={SHORT_NAMES.get(x, x)}" for key, x in pairs if x]
+        named = self._output_dtype is None and (self.adapts or self._keras_name())
+        words = [self._name] if named else spelled
+        return ",".join(words if self.casts_inputs else [*words, f"i={_UNCAST}"])
 
     def __repr__(self) -> str:
         return f'<Policy "{self}">'
@@ -187,20 +219,20 @@ class Policy(DTypePolicy):
         if type(other) not in (DTypePolicy, FloatDTypePolicy):
             return False  # quantized, or a map
         dtypes = other.variable_dtype, other.compute_dtype, other.compute_dtype
-        return self._dtypes() == (False, *dtypes)
+        return self._dtypes() == (False, True, *dtypes)
 
     def __hash__(self) -> int:
         return hash(self._name)
 
     def _dtypes(self) -> tuple:
         output = self._output_dtype or self._compute_dtype
-        return self.adapts, self._variable_dtype, self._compute_dtype, output
+        return self.adapts, self.casts_inputs, self._variable_dtype, self._compute_dtype, output
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # Keras saves the class of a policy. A file that names Keras's class loads without kmp.
-        portable = not self.adapts and self._output_dtype is None and self._keras_name()
-        return DTypePolicy if portable else Policy
+        says_all = self._output_dtype is None and self.casts_inputs and self._keras_name()
+        return DTypePolicy if says_all and not self.adapts else Policy
 
     def __reduce__(self) -> tuple:
         return Policy, (str(self),)
@@ -285,15 +317,24 @@ def _parse(policy: Any) -> dict[str, Any]:
     if "=" not in policy:
         return {"param_dtype": as_float_dtype(policy)}
     dtypes: dict[str, Any] = {}
-    for part in policy.split(","):
+    parts = policy.split(",")
+    if "=" not in parts[0]:  # "mixed_float16,i=uncast"
+        dtypes = _parse(parts.pop(0).strip())
+    for part in parts:
         key, _, dtype = (x.strip() for x in part.partition("="))
         argument = _KEYS.get(key)
-        if argument is None or argument in dtypes:
+        known = argument in dtypes or (AUTOCAST in dtypes and argument != "inputs")
+        if argument is None or known:
             what = "unknown" if argument is None else "repeated"
             raise ValueError(
-                "A policy string may set params, compute and output (p, c, o) once each. "
-                f"Received: {policy!r} with the {what} key {key!r}. Write for example "
+                "A policy string may set params, compute, output and inputs (p, c, o, i) once "
+                f"each. Received: {policy!r} with the {what} key {key!r}. Write for example "
                 '"params=float32,compute=float16,output=float32".'
             )
-        dtypes[argument] = as_float_dtype(dtype)
+        if argument == "inputs" and dtype != _UNCAST:
+            raise ValueError(
+                f"Inputs are cast to the compute dtype, or not at all. Received: {policy!r}. Write "
+                f'"i={_UNCAST}", or leave {part.strip()!r} out.'
+            )
+        dtypes[argument] = dtype if argument == "inputs" else as_float_dtype(dtype)
     return dtypes

@@ -111,10 +111,11 @@ def test_the_tools_work_on_bfloat16_weights(architecture, policy):
 # What loss scaling cannot cure it must not hide, and what it does cure is no fault any more: the
 # scale sinks until the gradients fit.
 VERDICTS = {
-    "overflow": "FORWARD-NAN",
-    "nan": "FORWARD-NAN",
-    "underflow": "COLLAPSED",  # what was lost forward divides by zero backward
-    "gradient": "CALIBRATING",  # a smaller scale is found, which bears it
+    "overflow": ["FORWARD-NAN"],
+    "nan": ["FORWARD-NAN"],
+    # What was lost forward divides by next to nothing backward; a tiny scale may bear that.
+    "underflow": ["COLLAPSED", "CALIBRATING"],
+    "gradient": ["CALIBRATING"],  # a smaller scale is found, which bears it
 }
 
 
@@ -128,4 +129,4 @@ def test_gradient_health_gives_the_verdict(architecture, layer, fault):
     health = kmp.callbacks.GradientHealth()
     x, y = (np.concatenate([batch] * 130) for batch in (x, y))
     model.fit(x, y, batch_size=architectures.BATCH, shuffle=False, verbose=0, callbacks=[health])
-    assert health.verdict.state == VERDICTS[fault], str(health.verdict)
+    assert health.verdict.state in VERDICTS[fault], str(health.verdict)

@@ -11,11 +11,12 @@ from jax import numpy as jnp
 from keras import ops
 
 from kmp._backend.base import Backend
+from kmp._backend.jax.programs import operations
 from kmp._backend.jax.sharding import MeshSharding
 from kmp._backend.jax.targets import PER_TARGET
 from kmp._backend.jax.updates import update_by_mask
 from kmp._backend.sharding import UNSHARDED, Sharding
-from kmp._backend.types import Device, Gradient, Tensor, Tree, Variable
+from kmp._backend.types import Device, Gradient, Operation, Tensor, Tree, Variable
 
 _LOOPS = ("fori_loop", "map", "scan", "while_loop")
 
@@ -303,6 +304,9 @@ class JaxBackend(Backend):
             return None
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes  # written in place
         return int(analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes)
+
+    def operations(self, function: Callable[..., Any], inputs: Sequence[Tree]) -> list[Operation]:
+        return operations(function, inputs)
 
 
 # One function for all: eagerly JAX compiles a reduction again for each that it has not seen.

@@ -16,9 +16,10 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 
 from kmp._backend.base import Backend
 from kmp._backend.tensorflow import distribute
+from kmp._backend.tensorflow.programs import operations
 from kmp._backend.tensorflow.updates import update_by_mask
 from kmp._backend.tensorflow.views import BaseView
-from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
+from kmp._backend.types import Device, DeviceMemory, Gradient, Operation, Tensor, Tree, Variable
 
 _CUDNN_MIN_EPSILON = 1.001e-5  # cuDNN refuses 1e-5 and less
 # Of a channel: up to here a sum of halves of one magnitude is exact in float32, in any order.
@@ -414,6 +415,9 @@ class TensorFlowBackend(Backend):
             yield
         finally:
             tf.config.run_functions_eagerly(before)
+
+    def operations(self, function: Callable[..., Any], inputs: Sequence[Tree]) -> list[Operation]:
+        return operations(function, inputs)
 
 
 def _with_values(gradient: Gradient, values: Tensor) -> Gradient:

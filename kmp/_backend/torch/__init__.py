@@ -18,7 +18,8 @@ from kmp._backend.base import (
     is_float,
     product,
 )
-from kmp._backend.types import Device, DeviceMemory, Gradient, Tensor, Variable
+from kmp._backend.torch.programs import operations
+from kmp._backend.types import Device, DeviceMemory, Gradient, Operation, Tensor, Tree, Variable
 
 
 class TorchBackend(Backend):
@@ -220,6 +221,9 @@ class TorchBackend(Backend):
 
     def is_concrete(self, x: Any) -> bool:
         return True
+
+    def operations(self, function: Callable[..., Any], inputs: Sequence[Tree]) -> list[Operation]:
+        return operations(function, inputs)
 
 
 def _at_least_float32(x: Any) -> Tensor:

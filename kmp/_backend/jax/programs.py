@@ -1,0 +1,89 @@
+"""What a function computes, as a list of operations, on JAX."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Literal
+
+from kmp._backend.types import Operation, Tree, Value
+
+_NAMES = {
+    "add": "add",
+    "cast": "convert_element_type",
+    "equal": "eq ne",
+    "move": "broadcast_in_dim concatenate copy dynamic_slice gather pad reshape rev select_n slice "
+    "split squeeze transpose",
+    "note": "name",
+    "sequence": "iota",
+    "wave": "cos sin",
+}
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+# Their programs take the last of what they are given, and return what they return.
+_CALLS = {
+    *("checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call"),
+    *("custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"),
+}
+_PREFIX = "kmp "
+
+
+def operations(function: Callable[..., Any], inputs: Sequence[Tree]) -> list[Operation]:
+    labels: list[Any] = []
+
+    def note(x, label):
+        if not isinstance(x, jax.Array):
+            return x
+        labels.append(label)
+        return checkpoint_name(x, f"{_PREFIX}{len(labels) - 1}")
+
+    def program(*inputs):
+        function(note, *inputs)
+
+    traced = jax.make_jaxpr(program)(*inputs)
+    found: list[Operation] = []
+    _read(traced.jaxpr, [_value(x) for x in traced.jaxpr.invars], labels, found)
+    return found
+
+
+def _read(program: Any, inputs: list, labels: list, found: list[Operation]) -> list[Value]:
+    """Add the operations of a program, and of those in it; return what it returns."""
+    values: dict[Any, Value] = {}
+
+    def value(x):
+        if isinstance(x, Literal):
+            return _value(x)
+        return values.setdefault(x, _value(x))
+
+    for x in program.constvars:
+        if not value(x).is_one_number:
+            found.append(Operation("sequence", (), (value(x),)))
+    values.update(zip(reversed(program.invars), reversed(inputs), strict=False))
+    for each in program.eqns:
+        given, made = tuple(map(value, each.invars)), tuple(map(value, each.outvars))
+        name = each.primitive.name
+        inner = _programs(each.params) if name in _CALLS else []
+        for one in inner:
+            returned = _read(one, list(given), labels, found)
+            if len(returned) == len(made):
+                pairs = zip(returned, made, strict=True)
+                found += [Operation("move", (inside,), (outside,)) for inside, outside in pairs]
+        if not inner:
+            kind, label = _KINDS.get(name, ""), None
+            if kind == "note":
+                theirs = not each.params["name"].startswith(_PREFIX)
+                label = None if theirs else labels[int(each.params["name"][len(_PREFIX) :])]
+                kind = "" if theirs else kind
+            found.append(Operation(kind, given, made, label))
+    return [value(x) for x in program.outvars]
+
+
+def _programs(params: dict[str, Any]) -> list[Any]:
+    leaves = [x for each in params.values() for x in (each if type(each) is tuple else (each,))]
+    return [getattr(x, "jaxpr", x) for x in leaves if hasattr(getattr(x, "jaxpr", x), "eqns")]
+
+
+def _value(x: Any) -> Value:
+    # Keras traces with symbols in place of unknown sizes.
+    shape = tuple(n if isinstance(n, int) else None for n in getattr(x.aval, "shape", ()))
+    return Value(str(getattr(x.aval, "dtype", "")), shape)

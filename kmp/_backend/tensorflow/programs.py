@@ -1,0 +1,83 @@
+"""What a function computes, as a list of operations, on TensorFlow."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kmp._backend.types import Operation, Tree, Value
+
+_NAMES = {
+    "add": "Add AddN AddV2",
+    "cast": "AsString Cast",
+    "equal": "Equal NotEqual",
+    "move": "BroadcastTo ConcatV2 ExpandDims GatherV2 Identity Pack Pad PadV2 Reshape ReverseV2 "
+    "SelectV2 Slice Split SplitV Squeeze StridedSlice Tile Transpose Unpack",
+    "sequence": "Const Placeholder Range",  # a placeholder stands for what the code holds
+    "wave": "Cos Sin",
+}
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_OF_A_SHAPE = ("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike")
+
+
+def operations(function: Callable[..., Any], inputs: Sequence[Tree]) -> list[Operation]:
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    labels: dict[tuple[int, str], Any] = {}
+
+    def note(x, label):
+        if not isinstance(x, tf.Tensor | tf.Variable):
+            return x
+        y = tf.identity(x)
+        labels[id(y.graph), y.op.name] = label
+        return y
+
+    function(note, *inputs)
+    found: list[Operation] = []
+    _read(graph, {}, before, labels, found)
+    return found
+
+
+def _read(
+    graph: Any, values: dict[str, Value], start: int, labels: dict, found: list[Operation]
+) -> None:
+    """Add the operations of a graph from one on, and of the functions in it."""
+
+    def value(tensor):
+        return values.setdefault(tensor.name, _value(tensor))
+
+    for each in graph.get_operations()[start:]:
+        if all(x.name in values for x in each.outputs) and each.type == "Placeholder":
+            continue  # what the function was called with
+        given, made = tuple(map(value, each.inputs)), tuple(map(value, each.outputs))
+        if (id(graph), each.name) in labels:
+            found.append(Operation("note", given, made, labels[id(graph), each.name]))
+            continue
+        inner = [x for x in _functions(graph, each) if len(x.outputs) == len(made)]
+        for one in inner:  # it takes the last of what it is given: the first may be a condition
+            pairs = zip(reversed(one.inputs), reversed(given), strict=False)
+            inside = {tensor.name: outside for tensor, outside in pairs}
+            _read(one, inside, 0, labels, found)
+            pairs = zip(one.outputs, made, strict=True)
+            found += [Operation("move", (inside[x.name],), (outside,)) for x, outside in pairs]
+        if not inner:
+            kind = _KINDS.get(each.type, "")
+            if kind == "sequence" and all(x.is_one_number for x in made):
+                kind = ""
+            found.append(Operation(kind, () if each.type in _OF_A_SHAPE else given, made))
+
+
+def _functions(graph: Any, operation: Any) -> list[Any]:
+    """The graphs of the functions that an operation calls: loops, conditions, compiled parts."""
+    attributes = operation.node_def.attr.values() if _may_call(operation) else ()
+    names = [x.func.name for each in attributes for x in (each, *each.list.func) if x.func.name]
+    return [graph._get_function(name).graph for name in names]
+
+
+def _may_call(operation: Any) -> bool:
+    return operation.type.endswith(("While", "If", "Case", "PartitionedCall"))
+
+
+def _value(tensor: Any) -> Value:
+    shape = None if tensor.shape.rank is None else tuple(tensor.shape)
+    return Value(tensor.dtype.base_dtype.name, shape)

@@ -1,0 +1,257 @@
+"""Which layers round what must not be rounded: indices, and raw inputs of preprocessing layers.
+
+An `Embedding` takes ids that come as floats, and so do one-hot vectors, gathers and tables. float32
+holds every whole number up to 2**24, float16 up to 2**11 and bfloat16 up to 2**8. So a layer that
+only hands ids on, such as a `Reshape`, must not cast them. Whether numbers are ids is told by what
+is computed with them: the model is traced, without numbers, and followed back from where floats
+become integers. What depends on trainable weights is no id, and is not followed.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+
+from kmp._backend import backend
+from kmp._backend.types import Operation, Value
+from kmp._keras import (
+    is_graph,
+    is_preprocessing,
+    layers_of,
+    own_weights,
+    symbolic_outputs,
+    with_mask_of,
+)
+from kmp._keras.calls import Call, SymbolicRecorder, recording
+from kmp.models.heads import called_models
+from kmp.precision.float_formats import formats
+from kmp.precision.trees import HALF_DTYPES
+
+INDICES = "carries indices"
+ANGLES = "carries angles or times: their sine is taken"
+RAW_INPUTS = "hands raw inputs to preprocessing layers"
+NEEDS_INTEGERS = "rounds float indices: pass integers"  # its code mixes what it gets with half
+REASONS = (INDICES, ANGLES, RAW_INPUTS, NEEDS_INTEGERS)
+
+_INPUT, _WEIGHT = "input of the model", "weight"  # labels; a pair of call and role is one too
+_LOOKUPS = (
+    keras.layers.CategoryEncoding,
+    keras.layers.Discretization,
+    keras.layers.HashedCrossing,
+    keras.layers.Hashing,
+    keras.layers.IntegerLookup,
+    keras.layers.StringLookup,
+)
+_FLOATS = {"float16", "bfloat16", "float32", "float64"}
+# Half precision holds each of their numbers, and quantized layers multiply them.
+_SMALL = {"int8", "uint8", "int4", "uint4"}
+
+
+class Rounding(NamedTuple):
+    """A layer that rounds what must not be rounded.
+
+    Attributes:
+        layer: the layer.
+        why: `INDICES`, `ANGLES` or `RAW_INPUTS`.
+        by_itself: whether its own code casts; otherwise Keras casts its inputs when it is called.
+    """
+
+    layer: keras.Layer
+    why: str
+    by_itself: bool
+
+
+def roundings(model: Any, certain: bool = False) -> list[Rounding] | None:
+    """The layers that round indices or raw inputs to half precision, under their present policies.
+
+    Layers whose own code casts are looked for where Keras casts no inputs any more.
+
+    Args:
+        model: built.
+        certain: leave out what may be right: angles, whose size is not known; indices of a table so
+            small that half precision holds them all; and what is right if it comes as integers. A
+            Functional model says whether it does, of another one nobody knows.
+
+    Returns:
+        One for each layer; None if Keras cannot call the model symbolically.
+    """
+    found: dict[int, Rounding] = {}
+    for each in called_models(model):
+        operations = _traced(each)
+        if operations is None:
+            return None
+        inputs = _labelled(operations, _INPUT)
+        if certain and not is_graph(each):
+            inputs = [x for x in inputs if _is_a_number(operations, x)]
+        for rounding in _roundings(operations, inputs, certain):
+            found.setdefault(id(rounding.layer), rounding)
+    return list(found.values())
+
+
+def whole_numbers(dtype: str) -> int:
+    """The number up to which a half precision holds every whole number."""
+    return round(2 / formats[dtype].eps)
+
+
+# Tracing
+
+
+def _traced(model: Any) -> list[Operation] | None:
+    """What a model computes, with marks; None if it cannot be called symbolically."""
+    found: list[Operation] = []
+
+    def run(note, *inputs):
+        def mark(time, call, role, tree):
+            return keras.tree.map_structure(lambda x: with_mask_of(x, note(x, (call, role))), tree)
+
+        inputs = keras.tree.map_structure(lambda x: note(x, _INPUT), inputs)
+        variables = [v for layer in layers_of(model) for v in own_weights(layer)]
+        weights = [(v, note(v.value, _WEIGHT)) for v in variables]
+        with keras.StatelessScope(state_mapping=weights), recording(SymbolicRecorder(mark)):
+            model(*inputs)
+
+    def call(*inputs):
+        nonlocal found
+        found = found or backend.operations(run, inputs)  # PyTorch is called twice
+        return inputs
+
+    return found if symbolic_outputs(model, call) is not None else None
+
+
+# Following
+
+
+def _roundings(operations: list[Operation], inputs: list[Value], certain: bool) -> list[Rounding]:
+    weighted = _reached(operations, _labelled(operations, _WEIGHT))
+    raw = _reached(operations, inputs) - weighted
+    by_keras, by_themselves = [], []
+    needed: dict[str, set[Value]] = {}
+    for why, consumer, value in _consumed(operations, raw, weighted):
+        path = _leading_to(operations, [value], raw)
+        if not (certain and (why == ANGLES or _holds_all(operations, path, consumer))):
+            needed.setdefault(why, set()).update(path)
+    for why, values in needed.items():
+        halves = {x for x in values if x.dtype in HALF_DTYPES}
+        inside: Call | None = None
+        for each in operations:
+            rounds = not halves.isdisjoint(each.outputs)
+            if call := _call_of(each):
+                inside = call if _received(each) else call.parent
+                if rounds and _received(each) and _casts_inputs(call.layer):
+                    by_keras.append(Rounding(call.layer, why, False))
+            elif rounds and halves.isdisjoint(each.inputs) and (layer := _whose(inside)):
+                by_themselves.append(Rounding(layer, why, True))
+    # What Keras casts shows twice, for it casts in the code of the layer that calls.
+    return by_keras or by_themselves
+
+
+def _consumed(
+    operations: list[Operation], raw: set[Value], weighted: set[Value]
+) -> Iterator[tuple[str, Operation, Value]]:
+    """The raw floats that must be exact, why, and what is done with them."""
+    sequences = [x for each in operations if each.kind == "sequence" for x in each.outputs]
+    several = (_reached(operations, sequences) | raw) - weighted
+    for each in operations:
+        for x in {x for x in each.inputs if x in raw and x.dtype in _FLOATS}:
+            becomes_index = each.kind == "cast" and any(map(_is_index, each.outputs))
+            # With each of several numbers, as a one-hot vector does.
+            compared = each.kind == "equal" and several.intersection(each.inputs) - {x}
+            if becomes_index or compared:
+                yield INDICES, each, x
+            elif each.kind == "wave":
+                yield ANGLES, each, x
+            elif (call := _call_of(each)) and _received(each) and is_preprocessing(call.layer):
+                yield INDICES if isinstance(call.layer, _LOOKUPS) else RAW_INPUTS, each, x
+
+
+def _reached(
+    operations: list[Operation], sources: Iterable[Value], floats_only: bool = False
+) -> set[Value]:
+    """The values that depend on `sources`."""
+    reached = set(sources)
+    for each in operations:
+        if not reached.isdisjoint(each.inputs):
+            reached.update(x for x in each.outputs if not floats_only or x.dtype in _FLOATS)
+    return reached
+
+
+def _leading_to(
+    operations: list[Operation], wanted: Iterable[Value], raw: set[Value]
+) -> set[Value]:
+    """The raw values that `wanted` is made of.
+
+    A comparison and the place of a maximum are no exact numbers of what they look at.
+    """
+    found = set(wanted)
+    for each in reversed(operations):
+        for made in found.intersection(each.outputs):
+            for given in raw.intersection(each.inputs) - found:
+                ordered = _is_index(made) and given.dtype in _FLOATS and each.kind != "cast"
+                if given.dtype != "bool" and not ordered:
+                    found.add(given)
+    return found
+
+
+def _holds_all(operations: list[Operation], path: set[Value], consumer: Operation) -> bool:
+    """Whether indices are those of a table so small that half precision holds each of them.
+
+    Only if nothing was computed on the way: of ids that are divided, the table knows no bounds.
+    """
+    for each in operations:
+        makes = not path.isdisjoint(each.outputs) and not path.isdisjoint(each.inputs)
+        if makes and each.kind not in ("cast", "move", "note"):
+            return False
+    indices = set(consumer.outputs) if consumer.kind == "cast" else set()
+    tables = list(consumer.inputs) if consumer.kind == "equal" else []
+    for each in operations:
+        if indices.isdisjoint(each.inputs):
+            continue
+        made = set(map(_is_index, each.outputs))
+        if made == {True} and each.kind in ("add", "cast", "move", "note"):
+            indices.update(each.outputs)
+        elif made == {True}:
+            return False
+        elif each.kind == "equal" or {x.dtype for x in each.outputs} != {"bool"}:
+            tables += [x for x in (*each.inputs, *each.outputs) if x not in indices]
+    sizes = [n for x in tables for n in x.shape or () if n is not None]
+    halves = {x.dtype for x in path} & set(HALF_DTYPES)
+    return bool(sizes) and all(max(sizes) <= whole_numbers(half) for half in halves)
+
+
+def _is_a_number(operations: list[Operation], value: Value) -> bool:
+    """Whether an input is also computed with, together with weights, as integers seldom are."""
+    weighted = _reached(operations, _labelled(operations, _WEIGHT))
+    return not weighted.isdisjoint(_reached(operations, [value], floats_only=True))
+
+
+def _is_index(value: Value) -> bool:
+    return value.dtype.startswith(("int", "string", "uint")) and value.dtype not in _SMALL
+
+
+# Labels
+
+
+def _labelled(operations: list[Operation], label: str) -> list[Value]:
+    return [x for each in operations if each.label == label for x in each.outputs]
+
+
+def _call_of(operation: Operation) -> Call | None:
+    return operation.label[0] if isinstance(operation.label, tuple) else None
+
+
+def _received(operation: Operation) -> bool:
+    return operation.label[1] == "input"
+
+
+def _casts_inputs(layer: Any) -> bool:
+    """Whether Keras casts the inputs of a layer to its compute dtype."""
+    return getattr(layer, "autocast", False) and not is_graph(layer) and not is_preprocessing(layer)
+
+
+def _whose(call: Call | None) -> keras.Layer | None:
+    """The layer in whose code an operation is, if its policy decides about half precision there."""
+    while call and not getattr(call.layer, "autocast", False):  # an operation, or an Embedding
+        call = call.parent
+    if call is None or is_graph(call.layer) or call.layer.compute_dtype not in HALF_DTYPES:
+        return None
+    return call.layer
