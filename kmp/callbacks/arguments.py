@@ -50,24 +50,33 @@ def checked_on_report(on_report: Any) -> Any:
 def require_measurements(optimizer: Any, model: Any = None) -> None:
     """Raise ValueError unless `optimizer`, of `model` if that is given, measures gradients."""
     if not isinstance(optimizer, LossScaleOptimizer):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)  # under mixed_float16 Keras wraps
-        name = type(inner).__name__ if inner else "keras.optimizers.Adam"
-        own = [k for k, v in vars(model).items() if isinstance(v, LossScaleOptimizer)]
-        others = (
-            f"For one of several write GradientHealth(optimizer=model.{own[0]})."
-            if own
-            else (
-                f"Write model.compile(optimizer=kmp.scaled({name}, ...), ...); with "
-                'loss_scale="none" where nothing needs scaling.'
-            )
-        )
         raise ValueError(
             "GradientHealth reads what kmp's optimizer measures. Received: "
             + ("a model compiled with " if model else "")
-            + f"{type(optimizer).__name__}. {others}"
+            + f"{type(optimizer).__name__}. {_measured_instead(optimizer, model)}"
         )
     if not optimizer.measure_gradients:
         raise ValueError(
             "GradientHealth needs the optimizer's measurements. Received: measure_gradients=False. "
             "Leave the argument out of kmp.LossScaleOptimizer(...), or the callback out of `fit`."
         )
+
+
+def _measured_instead(optimizer: Any, model: Any) -> str:
+    """Say how to have kmp's optimizer in place of this one."""
+    own = [k for k, v in vars(model).items() if isinstance(v, LossScaleOptimizer)] if model else []
+    if own:
+        return f"For one of several write GradientHealth(optimizer=model.{own[0]})."
+    inner = optimizer
+    while getattr(inner, "inner_optimizer", None) is not None:  # under mixed_float16 Keras wraps
+        inner = inner.inner_optimizer
+        if isinstance(inner, LossScaleOptimizer):
+            return (
+                "It wraps kmp's optimizer, which scales the loss by itself: compile with its "
+                "`inner_optimizer` alone."
+            )
+    name = type(inner).__name__ if inner else "keras.optimizers.Adam"
+    return (
+        f"Write model.compile(optimizer=kmp.scaled({name}, ...), ...); with "
+        'loss_scale="none" where nothing needs scaling.'
+    )

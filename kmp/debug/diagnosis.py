@@ -8,7 +8,7 @@ import keras
 
 from kmp._backend.types import Tree
 from kmp._common import number, table
-from kmp.debug.policies import checked_policy, under
+from kmp.debug.policies import policy_for, under
 from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import LayerRange, ranges_of
 from kmp.debug.replay import Batch, Loss, as_batch, call_model, check_replayable
@@ -94,7 +94,7 @@ def diagnose(
     model: keras.Model,
     x: Tree,
     y: Tree = None,
-    policy: str = "mixed_float16",
+    policy: str | None = None,
     target_sqnr: float = 40.0,
     verbose: int = 0,
 ) -> Diagnosis:
@@ -120,7 +120,8 @@ def diagnose(
             `y` is given.
         x: one batch, as `fit` takes it.
         y: its targets, for the gradients of the compiled loss.
-        policy: the policy of the other layers, "mixed_float16" or "mixed_bfloat16".
+        policy: the policy of the other layers, "mixed_float16" or "mixed_bfloat16". By default the
+            half precision that the model computes in, and "mixed_float16" for a float32 model.
         target_sqnr: dB that the model's output, in inference mode, is to have against float32. A
             single rounding leaves 74 dB in float16 and 56 dB in bfloat16.
         verbose: 1 shows a progress bar.
@@ -149,7 +150,7 @@ def diagnose(
     Source: the range histograms of Micikevicius et al., "Mixed Precision Training" (2018), fig. 2.
     """
     check_replayable(model, "diagnose", with_loss=y is not None)
-    policy = checked_policy(policy)
+    policy = policy_for(model, policy)
     target_sqnr = number("target_sqnr", target_sqnr, "diagnose")
     batch = (as_batch(x), as_batch(y), None)
     with Preserved(model) as preserved:

@@ -106,8 +106,20 @@ def _on_weights_of(layer: keras.Layer, policy: keras.DTypePolicy) -> keras.DType
     return Policy(layer.variable_dtype, policy.compute_dtype)
 
 
-def checked_policy(policy: str) -> str:
-    """Return the name of a policy that computes in half precision."""
+def policy_for(model: Model, policy: str | None) -> str:
+    """Return the name of a policy that computes in half precision.
+
+    Args:
+        model: whose own policy is meant by None: the half precision that most of its layers
+            compute in; `"mixed_float16"` if none does.
+        policy: a name, or None.
+
+    Raises:
+        ValueError: `policy` does not compute in half precision.
+    """
+    if policy is None:
+        dtypes = [x.compute_dtype for x in layers_of(model) if x.compute_dtype in HALF_DTYPES]
+        return f"mixed_{max(dtypes, key=dtypes.count, default='float16')}"
     try:
         compute_dtype = keras.dtype_policies.get(policy).compute_dtype
     except (ValueError, TypeError, AttributeError):

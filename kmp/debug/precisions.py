@@ -14,7 +14,7 @@ from kmp._backend import backend
 from kmp._backend.types import Gradient, Tree
 from kmp._common import table
 from kmp._keras.calls import Call, Recorder
-from kmp.debug.policies import Unit, checked_policy, under, units_of
+from kmp.debug.policies import Unit, policy_for, under, units_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import advised_scale, max_abs
 from kmp.debug.replay import (
@@ -120,7 +120,7 @@ def compare_precisions(
     model: Model,
     x: Tree,
     y: Tree = None,
-    policy: str = "mixed_float16",
+    policy: str | None = None,
     verbose: int = 0,
 ) -> PrecisionReport:
     """Run a model in float32 and in lower precision with the same weights, and compare.
@@ -136,7 +136,8 @@ def compare_precisions(
         x: one batch, as `predict` takes it.
         y: its targets, for the gradients of the compiled loss (times the loss scale that the
             optimizer has now, or a smaller one if float16 could not hold that, and divided by it).
-        policy: what to compare with, a name such as "mixed_float16" or "mixed_bfloat16".
+        policy: what to compare with, "mixed_float16" or "mixed_bfloat16". By default the half
+            precision that the model computes in, and "mixed_float16" for a float32 model.
         verbose: 1 shows a progress bar.
 
     Returns:
@@ -159,7 +160,7 @@ def compare_precisions(
     (['bfloat16', 'bfloat16', 'bfloat16'], ['sequential.../rough'])
     """
     check_replayable(model, "compare_precisions", with_loss=y is not None)
-    policy = checked_policy(policy)
+    policy = policy_for(model, policy)
     batch = (as_batch(x), as_batch(y), None)
     with Preserved(model) as preserved:
         with under(model, "float32"):

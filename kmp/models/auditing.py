@@ -66,7 +66,8 @@ def audit(model: keras.Model) -> AuditReport:
       large that the optimizer's steps are rounded away;
     - `"half statistics"`: moving averages in half precision that stall far from the true value;
     - `"half softmax"`: probabilities in half precision with a loss that takes their logarithm;
-    - `"half loss"`, `"half metric"`: functions that Keras evaluates in the outputs' half precision;
+    - `"half loss"`: a loss whose own dtype is half precision;
+    - `"half metric"`: functions that Keras evaluates in the outputs' half precision;
     - `"activity regularizer"`: Keras sums it in half precision, and `fit` raises on TensorFlow;
     - `"half preprocessing"`: raw inputs are cast to half precision before they are normalized;
     - `"half indices"`: float indices are cast to half precision by a layer before an `Embedding`,

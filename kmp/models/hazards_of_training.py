@@ -157,17 +157,20 @@ def half_softmax(model: Any) -> Hazards:
 
 
 def half_loss(model: Any) -> Hazards:
-    """Keras evaluates loss functions, unlike loss classes, in the dtype of the outputs."""
+    """A loss that is told to compute in half precision, by itself or by Keras's `floatx`."""
+    floatx = keras.config.floatx()  # Keras averages the losses of the batches in it
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
-        if callable(loss) and not isinstance(loss, (str, Loss)):
-            for layer in _half_outputs(model):
-                yield (
-                    path_of(layer),
-                    f"the loss function {_name(loss)} is evaluated in {layer.compute_dtype}; a "
-                    "square above 65504 is inf in float16.",
-                    "Pass the keras.losses class, which computes in float32, or let the last layer "
-                    "return float32.",
-                )
+        own = loss.dtype if isinstance(loss, Loss) else floatx
+        dtype = floatx if floatx in HALF_DTYPES else own
+        if loss is not None and dtype in HALF_DTYPES:
+            yield (
+                "loss",
+                f"{_name(loss)} is evaluated in {dtype}, which rounds it"
+                + ("; a square above 65504 is inf." if dtype == "float16" else "."),
+                'Write keras.config.set_floatx("float32") before compiling.'
+                if floatx in HALF_DTYPES
+                else 'Give the loss dtype="float32".',
+            )
 
 
 def half_metric(model: Any) -> Hazards:

@@ -15,6 +15,13 @@ from kmp.precision.trees import is_float
 from kmp.scaling import rules
 from kmp.scaling.rules import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 
+# What scripts for Keras 2 call, and what they do now.
+GONE = {
+    "get_scaled_loss": "Write optimizer.scale_loss(loss).",
+    "get_unscaled_gradients": "Leave it out: optimizer.apply(gradients, variables) divides them by "
+    "the scale.",
+}
+
 
 def choose_rule(loss_scale: Any, initial_scale: Any, growth_interval: Any) -> LossScale:
     """Return the strategy that kmp's argument or Keras's two describe."""
@@ -54,6 +61,13 @@ def checked_inner(optimizer: Any) -> Any:
             f"learning rate. Received: {type(optimizer).__name__}, which overrides `scale_loss`. "
             "Pass its `inner_optimizer` if it wraps one, or an optimizer without that method."
         )
+    factor = optimizer.loss_scale_factor
+    if factor is not None:
+        raise ValueError(
+            f"`optimizer` must not scale the loss itself. Received: loss_scale_factor={factor}. "
+            "Leave loss_scale_factor out and write "
+            f"kmp.scaled({type(optimizer).__name__}, loss_scale={factor}, ...)."
+        )
     return optimizer
 
 
@@ -92,6 +106,7 @@ def warn_of_unscaled_loss() -> None:
         "scale that they were not multiplied by, and the weights hardly move. In your "
         "train_step, write loss = self.optimizer.scale_loss(loss) before taking gradients; in a "
         "loop of your own in JAX, optimizer.stateless_scale_loss(optimizer_variables, loss). If "
+        "another LossScaleOptimizer wraps this one, compile with this one alone. If "
         'nothing needs scaling, as in bfloat16, write kmp.scaled(..., loss_scale="none").'
     )
 

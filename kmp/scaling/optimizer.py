@@ -122,6 +122,11 @@ class LossScaleOptimizer(WrapsInner):
     def dynamic_scale(self, variable: Variable) -> None:  # Keras's `build` makes it
         self.scale_variable = variable
 
+    def __getattr__(self, name: str) -> Any:
+        if name in arguments.GONE:
+            raise AttributeError(f"Keras 3 has no `{name}`. {arguments.GONE[name]}")
+        return object.__getattribute__(self, name)  # which says that there is none
+
     def __dir__(self) -> list[str]:  # Keras reads all of these when it saves: that scales no loss
         return sorted({*super().__dir__()} - {"dynamic_scale", "scale_state"})
 

@@ -259,17 +259,32 @@ def test_float16_layers_without_scaling_are_named():
             r"with LossScaleOptimizer. Write model.compile\(optimizer=kmp.scaled\(SGD",
         ),
         (
+            lambda: keras.optimizers.LossScaleOptimizer(kmp.scaled("sgd")),
+            "It wraps kmp's optimizer.*compile with its `inner_optimizer` alone",
+        ),
+        (
             lambda: kmp.LossScaleOptimizer(keras.optimizers.SGD(), measure_gradients=False),
             "measure_gradients=False",
         ),
     ],
-    ids=["bare", "wrapped", "silent"],
+    ids=["bare", "wrapped", "around", "silent"],
 )
 def test_an_optimizer_that_does_not_measure_is_refused_before_training(optimizer, message):
     model = linear_model(optimizer())
     with pytest.raises(ValueError, match=message):
         fit(model, [kmp.callbacks.GradientHealth()])
     np.testing.assert_array_equal(model.get_weights()[0], 0)
+
+
+def test_the_advice_on_an_optimizer_around_kmps():
+    around = keras.optimizers.LossScaleOptimizer(kmp.scaled("sgd", learning_rate=0.1))
+    model = linear_model(around)
+    with pytest.warns(kmp.PrecisionWarning, match="wraps this one, compile with this one alone"):
+        fit(model, [])
+    model.compile(around.inner_optimizer, loss="mse")
+    watch = kmp.callbacks.GradientHealth()
+    fit(model, [watch])
+    assert watch.verdict.state == "HEALTHY"
 
 
 @pytest.mark.parametrize(

@@ -135,13 +135,25 @@ def test_printing(stack):
     assert lines[-1].startswith("Costs the output most: stack/rough")
 
 
-@pytest.mark.parametrize("policy", ["float32", "float8", None, 3, "float64"])
+@pytest.mark.parametrize("policy", ["float32", "float8", "", 3, "float64"])
 @pytest.mark.parametrize("tool", [kmp.debug.compare_precisions, kmp.debug.diagnose])
 def test_the_policy_must_be_half(stack, tool, policy):
     model, x = stack
     with pytest.raises(ValueError, match=r"computes in float16 or bfloat16. Received: policy="):
         tool(model, x, policy=policy)
     assert model.layers[0].dtype_policy.name == "float32"
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+def test_by_default_a_model_is_judged_by_the_policy_that_it_has(stack, policy):
+    model, x = stack
+    for layer in model.layers:
+        layer.dtype_policy = policy
+    expected = "mixed_float16" if policy == "float32" else policy
+    report = kmp.debug.compare_precisions(model, x)
+    assert report.policy == expected
+    assert report.output_sqnr == kmp.debug.compare_precisions(model, x, None, expected).output_sqnr
+    assert kmp.debug.diagnose(model, x).policy.default_policy.name == expected
 
 
 def test_a_model_that_does_not_run_in_half_is_told():

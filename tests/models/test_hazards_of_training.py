@@ -54,13 +54,45 @@ def test_a_softmax_whose_logarithm_nobody_takes_is_harmless(loss):
     assert "half softmax" not in kinds_of(model_of(layers.Dense(8, "softmax"), loss=loss))
 
 
+MSE = keras.losses.MeanSquaredError
+
+
+def squares(loss):
+    """A model with float16 outputs of 320, whose squares are beyond float16, and its loss."""
+    model = model_of(layers.Dense(1, kernel_initializer="ones"), loss=loss)
+    x, y = np.full((4, 8), 40.0, "float32"), np.zeros((4, 1), "float32")
+    return model, model.evaluate(x, y, verbose=0)
+
+
+@pytest.mark.parametrize("loss", ["mse", keras.losses.mean_squared_error, MSE()], ids=str)
+def test_a_loss_computes_in_float32_whatever_the_outputs_are_in(loss):
+    model, value = squares(loss)
+    assert value == pytest.approx(320**2)
+    assert "half loss" not in kinds_of(model)
+
+
 def test_half_loss():
-    """Keras evaluates a function in the dtype of its inputs: 300 squared is inf."""
-    model = model_of(layers.Dense(8), loss=keras.losses.mean_squared_error)
+    model, value = squares(MSE(dtype="float16"))
+    assert value == np.inf
     (finding,) = kmp.audit(model).of_kind("half loss")
     assert "mean_squared_error is evaluated in float16" in finding.problem
-    for loss in ("mse", keras.losses.MeanSquaredError()):
-        assert "half loss" not in kinds_of(model_of(layers.Dense(8), loss=loss))
+    assert finding.advice == 'Give the loss dtype="float32".'
+    model, value = squares(MSE(dtype="float32"))
+    assert value == pytest.approx(320**2) and "half loss" not in kinds_of(model)
+
+
+def test_half_loss_by_floatx():
+    keras.config.set_floatx("float16")
+    try:
+        for loss in (keras.losses.mean_squared_error, MSE(dtype="float32")):
+            model, value = squares(loss)
+            assert value == np.inf  # the second is averaged in float16
+            (finding,) = kmp.audit(model).of_kind("half loss")
+            assert finding.advice.startswith('Write keras.config.set_floatx("float32")')
+    finally:
+        keras.config.set_floatx("float32")
+    model, value = squares(keras.losses.mean_squared_error)
+    assert value == pytest.approx(320**2) and "half loss" not in kinds_of(model)
 
 
 COUNTS = [

@@ -133,6 +133,9 @@ NESTED = "must not scale the loss itself"
         (lambda: kmp.LossScaleOptimizer(k.SGD(), 8, -1), "whole number of steps, at least 1"),
         (lambda: kmp.LossScaleOptimizer(k.SGD(), 8, loss_scale=8), "Pass either `loss_scale` or"),
         (lambda: kmp.LossScaleOptimizer(k.SGD(), clipnorm=1.0), "clipnorm` on the `inner_optim"),
+        (lambda: kmp.LossScaleOptimizer(k.SGD(), dynamic=False), "dynamic=False.*loss_scale=1024"),
+        (lambda: kmp.LossScaleOptimizer(k.SGD(), loss_scale_factor=8.0), "Write loss_scale=8.0"),
+        (lambda: kmp.LossScaleOptimizer(k.SGD(loss_scale_factor=8.0)), rf"{NESTED}.*loss_scale=8"),
         (lambda: kmp.LossScaleOptimizer(k.SGD(), wrong=1.0), "wrong"),
         (
             lambda: kmp.scaled("no_such_optimizer"),
@@ -146,6 +149,23 @@ NESTED = "must not scale the loss itself"
 def test_bad_input_is_told_what_to_write(build, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         build()
+
+
+def test_what_scripts_for_keras_2_call_is_told_its_present_name():
+    optimizer = kmp.LossScaleOptimizer(k.SGD(0.5), loss_scale=8.0)
+    with pytest.raises(AttributeError, match=r"no `get_scaled_loss`.*optimizer.scale_loss\(loss\)"):
+        optimizer.get_scaled_loss(ops.ones(()))
+    with pytest.raises(
+        AttributeError, match=r"Leave it out: optimizer.apply\(gradients, variables"
+    ):
+        optimizer.get_unscaled_gradients([ops.ones(())])
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        optimizer.no_such_name  # noqa: B018
+    weight = keras.Variable([1.0])
+    optimizer.build([weight])
+    gradient = optimizer.scale_loss(ops.ones(())) * ops.ones(1)  # of the loss `weight`
+    optimizer.apply([gradient], [weight])
+    assert number(weight[0]) == 0.5
 
 
 @pytest.mark.parametrize("initial_scale", [0.25, 2.0**30])
