@@ -575,4 +575,6 @@ def test_under_a_strategy_too(cause):
         histories.append(run.history)
         ends.append(state(model))
     assert_same(*ends)
-    assert histories[0] == histories[1]
+    # What is finite of the skipped batch counts, such as the losses of the other replica.
+    assert np.isfinite([*histories[0].values()]).all()
+    assert histories[0] != histories[1]
