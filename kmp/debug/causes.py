@@ -77,6 +77,22 @@ def backward_cause(
     return f"{found}. A loss scale of at most {holds:g} holds it; or k{_ADVICE[1:]}"
 
 
+def term_cause(blame: Blame, dtype: str, in_float32: tuple[TensorStats, ...]) -> str:
+    """What is known of why a term of the loss is not finite.
+
+    Args:
+        blame: the term.
+        dtype: what the layer that it belongs to computes in.
+        in_float32: the term where all layers compute in float32; empty if that was not found out.
+    """
+    if not in_float32 or has_nonfinite(in_float32):
+        return "the loss is not finite whatever it is multiplied by: no loss scale can help"
+    dtype = dtype if dtype in HALF_DTYPES else blame.outputs[0].dtype
+    if dtype not in HALF_DTYPES:  # what it is given comes from a layer in half precision
+        return f"finite where all layers compute in float32 (largest {_largest(in_float32):.5g})"
+    return f"{_left_the_range(in_float32, dtype)}. {_ADVICE}; no loss scale can help"
+
+
 def _largest(stats: tuple[TensorStats, ...]) -> float:
     return max(s.max_abs for s in stats)
 

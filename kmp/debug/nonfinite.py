@@ -6,13 +6,14 @@ import keras
 
 from kmp._backend.types import Tensor, Tree
 from kmp._common import scale_number
+from kmp._keras import layers_of, path_of
 from kmp.debug.blame import Blame, Cotangents, first_bad_value, first_nan_weights, is_in_loss
-from kmp.debug.causes import backward_cause, forward_cause
+from kmp.debug.causes import backward_cause, forward_cause, term_cause
 from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import Batch, as_batch, backward, check_replayable, forward, loss_scale_of
 from kmp.debug.stats import TensorStats, has_nonfinite, measure
-from kmp.debug.terms import first_bad_term
+from kmp.debug.terms import added_by, first_bad_term
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +216,7 @@ def _cause(
         return ""
     if blame.phase == "loss":
         if blame.owner:
-            return "the loss is not finite whatever it is multiplied by: no loss scale can help"
+            return _term_cause(model, batch, blame, preserved)
         if blame.after or blame.before:
             return "the loss is computed in float32, so not a matter of half precision"
         if blame.scaled:
@@ -229,6 +230,15 @@ def _cause(
         keys = {blame.place.key} if blame.place else set()
         _, gradients = backward(model, batch, scale, keys, in_float32.record)
     return backward_cause(blame, in_float32, gradients, model.trainable_variables, scale)
+
+
+def _term_cause(model: keras.Model, batch: Batch, blame: Blame, preserved: Preserved) -> str:
+    dtypes = [x.compute_dtype for x in layers_of(model) if path_of(x) == blame.owner]
+    preserved.restore()
+    with under(model, "float32"):
+        forward(model, batch, training=True)
+        added = added_by(model, blame.owner) if blame.part == "add_loss" else ()
+    return term_cause(blame, dtypes[0] if dtypes else "", added)
 
 
 def _report(blame: Blame | None, cause: str, scale: float | None) -> NonfiniteReport:

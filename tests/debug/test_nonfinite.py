@@ -266,6 +266,33 @@ def test_terms_of_the_loss_that_belong_to_layers(kind, with_y):
     assert "no loss scale can help" in report.cause
 
 
+class Divergence(layers.Layer):
+    """Adds a sum of squares to the loss, as variational layers do."""
+
+    def call(self, x):
+        self.add_loss(1e-6 * ops.sum(ops.square(x)))
+        return x
+
+
+@pytest.mark.parametrize("dtype", [HALF, "float32"])
+def test_a_term_that_is_finite_in_float32_and_the_advice_on_it(dtype):
+    """320 squared is inf in float16."""
+    stack = [ones(4, "first"), Divergence(name="divergence", dtype=dtype), ones(1, "last")]
+    model = compiled(sequential(*stack))
+    x, y = np.full((2, X.shape[-1]), 320.0 / X.shape[-1], "float32"), np.zeros((2, 1))
+    report = kmp.debug.locate_nonfinite(model, x, y)
+    loss = model.evaluate(x, y, verbose=0)
+    if dtype == "float32":
+        assert report.phase != "loss" and np.isfinite(loss)
+    else:
+        assert (report.phase, report.part, loss) == ("loss", "add_loss", np.inf)
+        assert report.path.endswith("divergence")
+        assert (
+            "finite in float32 (largest 0.8192): a number on the way left float16" in report.cause
+        )
+        assert "Keep this layer in float32 (dtype='float32')" in report.cause
+
+
 def test_a_head_that_only_the_loss_sees():
     model = compiled(sequential(ones(4, "first"), Auxiliary(name="aux"), ones(1, "last")))
     report = kmp.debug.locate_nonfinite(model, X, np.zeros((2, 1)))
