@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 from keras import Layer, Model, Sequential
+from keras.layers import CategoryEncoding, Discretization
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope
 
@@ -72,6 +73,15 @@ def give_policy(layer: Layer, policy: keras.DTypePolicy) -> None:
 def is_preprocessing(layer: Layer) -> bool:
     """Whether a layer is, or derives from, one of Keras's for raw inputs."""
     return any(".preprocessing." in each.__module__ for each in type(layer).__mro__)
+
+
+def rounds_raw_inputs(layer: Layer) -> bool:
+    """Whether a preprocessing layer gets its inputs in its compute dtype.
+
+    Keras hands bins and tokens on as they are, but where a graph of TensorFlow's calls the layer.
+    """
+    as_they_are = isinstance(layer, (CategoryEncoding, Discretization))
+    return keras.backend.backend() == "tensorflow" or not as_they_are
 
 
 @contextlib.contextmanager

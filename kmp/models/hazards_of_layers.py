@@ -8,7 +8,7 @@ import keras
 from keras import Model
 from keras.layers import BatchNormalization, Dense, EinsumDense
 
-from kmp._keras import is_preprocessing, layers_of, path_of
+from kmp._keras import is_preprocessing, layers_of, path_of, rounds_raw_inputs
 from kmp.layers import Float32OutputDense
 from kmp.models.indices import INDICES, RAW_INPUTS, Rounding, roundings, whole_numbers
 from kmp.precision.float_formats import formats
@@ -54,7 +54,7 @@ def activity_regularizer(model: Model) -> Hazards:
 def half_preprocessing(model: Model) -> Hazards:
     """Raw inputs, such as pixels or prices, may be beyond the range of half precision."""
     for layer in half_layers(model):
-        if is_preprocessing(layer):
+        if is_preprocessing(layer) and rounds_raw_inputs(layer):
             yield (
                 path_of(layer),
                 f"its raw inputs are cast to {layer.compute_dtype} before it sees them.",

@@ -38,6 +38,29 @@ def test_half_preprocessing():
     assert kinds_of(model) == ["half preprocessing"]
 
 
+RAW = {
+    "bins": lambda: layers.Discretization(bin_boundaries=list(np.arange(2048.5, 2060.0))),
+    "tokens": lambda: layers.CategoryEncoding(num_tokens=3000, output_mode="multi_hot"),
+    "rescaled": lambda: layers.Rescaling(2.0**-6),
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", RAW)
+def test_raw_inputs_are_said_to_be_rounded_where_they_are(name, policy):
+    """The oracle is the same layer in float32, on numbers that half precision does not hold."""
+    x = np.arange(2049.0, 2057.0, dtype="float32")[None]
+    outputs = []
+    for each in (policy, "float32"):
+        keras.config.set_dtype_policy(each)
+        model = model_of(RAW[name](), layers.Identity(dtype="float32"))
+        outputs.append(model.predict(x, verbose=0).astype("float32"))
+        found = kmp.audit(model).of_kind("half preprocessing")
+        if each == policy:
+            said = bool(found)
+    assert said == (not np.array_equal(*outputs)) and not found
+
+
 class Normalized(layers.Layer):
     def __init__(self, epsilon):
         super().__init__()
