@@ -37,7 +37,7 @@ class Alarms:
         new = [e for e in report.events if e.step > self._step and e.loss_finite]
         self._step = report.step
         if new:  # of a loss that is not finite the verdict tells more
-            self._overflow(report)
+            self._overflow(report, look.in_float16)
         norms, zeros = report.column("l2_norm"), report.column("zero_share")
         # A variable without a gradient has a row of zeros: not even its zeros are counted.
         known = set(look.significant)
@@ -87,14 +87,16 @@ class Alarms:
             'gradients below 6e-8 become zero. Write kmp.scaled(..., loss_scale="dynamic").',
         )
 
-    def _overflow(self, report: GradientReport) -> None:
+    def _overflow(self, report: GradientReport, in_float16: bool) -> None:
         counts = report.overflowed.items()
+        usual = "A few at the beginning are how the scale is found."
+        broken = "No layer computes in float16, so no loss scale helps."
         self._once(
             report.step,
             "gradient overflow",
             {path: f"{count} of {report.step} steps" for path, count in counts},
             "those steps were skipped, and nothing was learned from their batches; the loss scale "
-            f"is now {report.loss_scale:g}. A few at the beginning are how the scale is found.",
+            f"is now {report.loss_scale:g}. {usual if in_float16 else broken}",
         )
 
     def _once(self, step: int, kind: str, found: Mapping[str, str], advice: str) -> None:

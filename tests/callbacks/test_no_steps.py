@@ -4,10 +4,11 @@ import keras
 import numpy as np
 import pytest
 from conftest import BACKEND
-from reports import look_at
+from reports import look_at, verdict_on
 
 import kmp
 from kmp.callbacks.verdict.not_training import NoSteps
+from kmp.callbacks.verdict.observation import Weight
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step 0. STALLED", "ignore:Gradients do not exist")
 
@@ -124,3 +125,46 @@ def test_batches_without_a_step(steps, batches, state):
         report = kmp.GradientReport(("w",), np.ones((1, 5), "float32"), 1.0, step, 0, 0)
         found = detector.see(look_at(report, losses={}, batches=batches))
     assert (found and found.state) == state
+
+
+def fitted(layers, shape=(4,)):
+    model = keras.Sequential([keras.Input(shape), *layers])
+    model.compile(kmp.scaled("sgd", learning_rate=0.01), loss="mse")
+    watch = kmp.callbacks.GradientHealth()
+    x = np.ones((8, *shape))
+    model.fit(x, np.zeros(model.compute_output_shape(x.shape)), verbose=0, callbacks=[watch])
+    return watch.verdict
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+@pytest.mark.parametrize(
+    "layers",
+    [[keras.layers.Flatten], [lambda: keras.layers.BatchNormalization(scale=False, center=False)]],
+    ids=["no weights", "none to train"],
+)
+def test_a_model_without_trainable_weights_is_not_called_frozen(layers):
+    with pytest.warns(kmp.PrecisionWarning, match="STALLED"):
+        found = fitted([layer() for layer in layers])
+    assert found.state == "STALLED" and "the model has no trainable weights" in found.reason
+    assert "layer.trainable" not in found.advice and "keras.layers.Dense" in found.advice
+    assert fitted([keras.layers.Dense(1), *(layer() for layer in layers)]).state == "HEALTHY"
+
+
+def test_weights_of_size_zero_cannot_be_trained():
+    head = keras.layers.Dense(4, use_bias=False, name="head")
+    with pytest.warns(kmp.PrecisionWarning, match="STALLED"):
+        found = fitted([head], shape=(0,))
+    assert found.state == "STALLED" and "are empty" in found.reason, str(found)
+    assert found.blame == head.kernel.path and "size 0" in found.advice
+    assert fitted([keras.layers.Dense(4, use_bias=False)], shape=(1,)).state == "HEALTHY"
+
+
+def test_an_empty_weight_does_not_hide_lost_gradients():
+    matrix = np.float32([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
+    seen = kmp.GradientReport(("kernel", "empty"), matrix, 1.0, 5, 0, 0)
+    weights = {
+        "kernel": Weight("dense", "float16"),
+        "empty": Weight("dense", "float16", is_empty=True),
+    }
+    look = look_at(seen, rule=kmp.StaticLossScale(1.0), weights=weights)
+    assert verdict_on(look).state == "UNDERFLOW"

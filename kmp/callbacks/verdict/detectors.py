@@ -9,6 +9,7 @@ from kmp.callbacks.verdict.not_training import NoSteps, NothingToTrain, Unscaled
 from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.overflows import (
     AllSkipped,
+    BrokenGradients,
     Calibrating,
     Collapsed,
     LostAtFloor,
@@ -37,6 +38,7 @@ def detectors() -> list[Detector]:
         UpdateSlowdown(),
         VanishedWeights(),
         ZeroGradients(),
+        BrokenGradients(),
         Calibrating(),
         OverflowRate(),
         LostAtFloor(),

@@ -8,16 +8,32 @@ _PATIENCE = 20  # batches between two steps of an optimizer that does step
 
 
 class NothingToTrain(Detector):
-    """STALLED: the optimizer has no weights."""
+    """STALLED: the optimizer has no weights, or none that holds a number."""
 
     def see(self, look: Observation) -> Verdict | None:
-        if look.report.paths:
+        paths, weights = look.report.paths, look.weights
+        if not all(path in weights and weights[path].is_empty for path in paths):
             return None
+        if any(not weight.is_empty for weight in weights.values()):
+            return Verdict(
+                "STALLED",
+                "",
+                "the optimizer has no weight to train: all were frozen when it was built",
+                "Set layer.trainable = True for some of them, and compile the model again.",
+            )
+        if paths:
+            return Verdict(
+                "STALLED",
+                paths[0],
+                "there is nothing to train: all trainable weights of the model are empty",
+                "Look for an axis of size 0, in the inputs or in the arguments of a layer.",
+            )
         return Verdict(
             "STALLED",
             "",
-            "the optimizer has no weight to train: all were frozen when it was built",
-            "Set layer.trainable = True for some of them, and compile the model again.",
+            "there is nothing to train: the model has no trainable weights",
+            "If it is to learn, add a layer that has some, such as keras.layers.Dense. For the "
+            "loss alone call model.evaluate.",
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 from keras import Model, ops
-from keras.layers import BatchNormalization
+from keras.layers import BatchNormalization, InputLayer
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor
@@ -44,6 +44,7 @@ class Weight(NamedTuple):
             precision beside a float32 master.
         network: path of the model inside the model that it belongs to, if a gradient of zeros can
             mean there that the loss does not depend on that model; see `networks_of`.
+        is_empty: whether it holds no number, since an axis has size 0.
     """
 
     layer: str
@@ -52,6 +53,7 @@ class Weight(NamedTuple):
     is_matrix: bool = True
     moves_rarely: bool = False
     network: str = ""
+    is_empty: bool = False
 
 
 class Run:
@@ -77,7 +79,13 @@ class Run:
             network = self._networks.get(id(layer), "")
             for v in own_weights(layer):
                 found[v.path] = Weight(
-                    layer.path, layer.compute_dtype, v.dtype, len(v.shape) > 1, rarely(v), network
+                    layer.path,
+                    layer.compute_dtype,
+                    v.dtype,
+                    is_matrix=len(v.shape) > 1,
+                    moves_rarely=rarely(v),
+                    network=network,
+                    is_empty=0 in v.shape,
                 )
         return found
 
@@ -160,6 +168,14 @@ class Observation:
         return [event for event in self.report.events if event.step > since]
 
     @functools.cached_property
+    def in_float16(self) -> bool:
+        """Whether a layer computes in float16. True if no layer is known."""
+        if not (self.layers or self.weights):
+            return True
+        inside = [x for x in self.layers[1:] if not isinstance(x, InputLayer)]
+        return "float16" in {x.compute_dtype for x in (*inside, *self.weights.values())}
+
+    @functools.cached_property
     def update_ratio(self) -> float:
         """The median log10(update norm / weight norm) of the matrices; NaN if unknown.
 
@@ -199,6 +215,7 @@ def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[s
         path
         for path, weight in weights.items()
         if path in norms
+        and not weight.is_empty
         and norms[path]
         >= _NOISE.get(weight.compute_dtype, _NOISE_OF_FLOAT32) * largest[weight.layer]
     ]

@@ -9,7 +9,7 @@ from kmp.callbacks.verdict.large_steps import GradientSize
 from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
-from kmp.health.telemetry import FIRST_STEPS
+from kmp.health.telemetry import FIRST_STEPS, NUM_EVENTS
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _NOTHING_APPLIED = 30  # steps of an epoch that was skipped as a whole
@@ -26,7 +26,10 @@ _OTHER_BATCHES = (
 
 
 class Collapsed(Detector):
-    """COLLAPSED: steps in a row have overflowed at a scale that does not fall any further."""
+    """COLLAPSED: steps in a row have overflowed at a scale that does not fall any further.
+
+    Where no layer computes in float16, a lower scale would not help.
+    """
 
     def see(self, look: Observation) -> Verdict | None:
         report, rule = look.report, look.rule
@@ -39,17 +42,21 @@ class Collapsed(Detector):
             look.events[0].first_variable,
             f"{report.consecutive_skips} steps in a row overflowed at a loss scale of "
             f"{report.loss_scale:g}"
-            + (", its floor" if is_dynamic else ", which is fixed" if is_fixed else ""),
+            + (", its floor" if is_dynamic else ", which is fixed" if is_fixed else "")
+            if look.in_float16
+            else f"the gradients of {report.consecutive_skips} steps in a row held inf or NaN, "
+            "though the loss was finite",
             _advice(look),
         )
 
     def _is_exhausted(self, look: Observation) -> bool:
         report, rule = look.report, look.rule
-        if isinstance(rule, DynamicLossScale):
+        searches = not isinstance(rule, StaticLossScale | NoOpLossScale) and look.in_float16
+        if searches and isinstance(rule, DynamicLossScale):
             return report.consecutive_skips >= 2 and report.loss_scale <= rule.min_scale
         enough = 10
-        if isinstance(rule, StaticLossScale | NoOpLossScale) and look.is_epoch_end:
-            enough = min(enough, max(2, look.steps))  # nothing searches for a scale
+        if look.is_epoch_end and not searches:
+            enough = min(enough, max(2, look.steps))
         return report.consecutive_skips >= enough
 
 
@@ -68,6 +75,26 @@ class AllSkipped(Detector):
         )
 
 
+class BrokenGradients(Detector):
+    """UNSTABLE: gradients hold inf or NaN where no loss scale is the cause: nothing is in float16.
+
+    As at the root of zero, or in an attention over nothing: the loss is finite, its gradient not.
+    """
+
+    def see(self, look: Observation) -> Verdict | None:
+        if look.in_float16 or not look.events:
+            return None
+        at_least = "" if len(look.events) < NUM_EVENTS else "at least "
+        last = look.events[0]
+        return Verdict(
+            "UNSTABLE",
+            last.first_variable,
+            f"the gradients of {at_least}{len(look.events)} of the last {look.steps} steps held "
+            f"inf or NaN, those of step {last.step} for one, though the loss was finite",
+            _advice(look),
+        )
+
+
 class Calibrating(Detector):
     """CALIBRATING: overflows of the first 100 steps, by which the scale is found."""
 
@@ -80,7 +107,7 @@ class Calibrating(Detector):
             "CALIBRATING",
             "",
             f"{look.skips} steps were skipped on the way to a loss scale of {report.loss_scale:g}",
-            "A few at the beginning are how the scale is found.",
+            f"A few at the beginning are how the scale is found. If it goes on, {_LOCATE}.",
         )
 
 
@@ -158,15 +185,14 @@ def _advice(look: Observation, floor: str = "") -> str:
         look: at the run.
         floor: what a higher floor of a dynamic scale is good for if no scale holds the gradients.
     """
-    rule, weights = look.rule, look.weights.values()
-    in_float16 = not weights or any(weight.compute_dtype == "float16" for weight in weights)
+    rule, in_float16 = look.rule, look.in_float16
     if isinstance(rule, DynamicLossScale) and in_float16:
         return (
             f"{_LOCATE}, and a loss scale if one can hold it: write "
             f"kmp.DynamicLossScale(initial_scale=...) with that number.{floor}"
         )
     if isinstance(rule, DynamicLossScale | NoOpLossScale) and not in_float16:
-        return f"No layer computes in float16, so the scale is not the cause: {_LOCATE}."
+        return f"No layer computes in float16, so no loss scale helps: {_LOCATE}."
     other = "dynamic" if in_float16 else "none"
     return f'Write loss_scale="{other}". If it overflows still, {_LOCATE}.'
 

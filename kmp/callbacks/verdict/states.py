@@ -55,13 +55,14 @@ class Verdict:
     CALIBRATING  in the first 100 steps: the loss scale is being found, by overflows
     UNDERFLOW    float16 loses gradients at a scale that could be higher
     UNSTABLE     overflows, gradients or updates are far more, or larger, than in sound training;
-                 or weights, moving statistics or the optimizer's own state hold inf or NaN, or
-                 one huge batch has ruined them, after which updates may be far too small
+                 or gradients hold inf or NaN though no layer computes in float16; or weights,
+                 moving statistics or the optimizer's own state hold inf or NaN, or one huge batch
+                 has ruined them, after which updates may be far too small
     STALLED      the weights stand still, although there are gradients; or the optimizer takes no
                  step, or nothing scales the loss; or all gradients of the
-                 weights, biases aside, are exactly zero; or all weights are frozen, or half of
-                 them have decayed to nothing
-    COLLAPSED    gradients overflow although the loss scale cannot sink any more
+                 weights, biases aside, are exactly zero; or there are no weights, or all are
+                 frozen, or half of them have decayed to nothing
+    COLLAPSED    gradients overflow although the loss scale cannot sink any more, or no scale helps
     FORWARD-NAN  the loss itself is not finite: no loss scale can help
     ```
 

@@ -14,6 +14,7 @@ from kmp.scaling.rules import DynamicLossScale
 
 _APART = 8  # bits between the gradients of a batch and those of the usual batches
 _LARGE = 2.0**10  # a scaled gradient of 34 bits above the smallest number of float16
+_USUAL = 2.0**15  # a scale at which float16 loses no gradient above 2**-40
 
 
 class Underflow(Detector):
@@ -33,6 +34,8 @@ class Underflow(Detector):
         lossless = [path for path in report.paths if path not in half]
         scaled = report.max_abs * report.loss_scale
         is_flat = bool(lossless) and (not report.grad_norm or scaled >= _LARGE)
+        # So small are not all gradients at once, either.
+        is_flat |= not report.grad_norm and report.loss_scale >= _USUAL
         # On TensorFlow the share of n zeros in n numbers may round to less than 1.
         if watched and not is_flat and all(zeros[path] and not norms[path] for path in watched):
             reason = "every gradient of the float16 layers is exactly zero"

@@ -1,5 +1,6 @@
 """The detector of weights whose gradients are exactly zero, look after look."""
 
+import math
 from typing import NamedTuple
 
 from kmp.callbacks.verdict.detector import Detector, named
@@ -7,8 +8,10 @@ from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Verdict
 from kmp.callbacks.verdict.underflow import Underflow
 from kmp.health.report import GradientReport
+from kmp.scaling.rules import DynamicLossScale
 
 _LOOKS, _STEPS = 3, 20  # so many in a row, so many steps apart: less says nothing
+_HIGHEST = DynamicLossScale.max_scale  # by default
 
 
 class _Silent(NamedTuple):
@@ -50,7 +53,10 @@ class ZeroGradients(Detector):
                 f"the gradients of all {number} weights, biases aside, were {seen}",
                 "The outputs do not depend on the inputs, or the loss not on the outputs: look for "
                 "relu units that are all dead, weights that all begin at zero, a softmax over a "
-                "single unit, or a loss or sample weights of zero.",
+                "single unit, or a loss or sample weights of zero. A softmax or sigmoid that is "
+                "exactly 0 or 1 has no gradient either: end the model with "
+                "kmp.layers.Float32OutputDense, and write from_logits=True in the loss."
+                + _higher_scale(look, paths),
             )
         in_float16 = any(look.weights[path].compute_dtype == "float16" for path in paths)
         return Verdict(
@@ -112,6 +118,17 @@ class ZeroGradients(Detector):
     def _is_long(self, path: str, now: int) -> bool:
         index, step = self._first[path]
         return self._looks - index + 1 >= _LOOKS and now - step >= _STEPS
+
+
+def _higher_scale(look: Observation, paths: list[str]) -> str:
+    """What else to try if all gradients were computed in float16; a sentence, or nothing."""
+    scale = look.report.loss_scale
+    if scale >= _HIGHEST or any(look.weights[path].compute_dtype != "float16" for path in paths):
+        return ""
+    return (
+        f" Or they are too small for a loss scale of {scale:g}: write "
+        f"kmp.DynamicLossScale(initial_scale=2.0**{math.log2(_HIGHEST):g})."
+    )
 
 
 def _was_moved(
