@@ -205,7 +205,7 @@ def test_a_share_of_zeros_that_was_rounded():
 def test_who_has_a_dynamic_scale_is_not_advised_to_take_one():
     zeros = report([0.0, 0.0], zeros=[1, 1], loss_scale=2.0**10)
     advice = judged(zeros, kmp.DynamicLossScale()).advice
-    assert "zero in float32 too" in advice and "above 1024" in advice
+    assert "zero in float32 too" in advice and "loss_scale=" not in advice
     assert 'loss_scale="dynamic"' in judged(zeros).advice
 
 

@@ -13,7 +13,9 @@ from kmp.scaling.amax import AmaxLossScale
 from kmp.scaling.rules import DynamicLossScale
 
 _APART = 8  # bits between the gradients of a batch and those of the usual batches
+_LEAST = 2.0  # bits: so that a scale of twice as much leaves one
 _LARGE = 2.0**10  # a scaled gradient of 34 bits above the smallest number of float16
+_MOST = 100  # exponent of a scale; float32 must hold the loss times it
 _USUAL = 2.0**15  # a scale at which float16 loses no gradient above 2**-40
 
 
@@ -22,7 +24,7 @@ class Underflow(Detector):
 
     def see(self, look: Observation) -> Verdict | None:
         report, limits = look.report, look.limits
-        if report.headroom_bits <= limits.spare_bits:
+        if report.headroom_bits <= max(limits.spare_bits, _LEAST):
             return None  # a higher scale would overflow
         half = {p: x for p, x in look.weights.items() if x.compute_dtype == "float16"}
         advice = _higher_scale(report, look.rule)
@@ -59,25 +61,36 @@ class Underflow(Detector):
 
 
 def _higher_scale(report: GradientReport, rule: Any) -> str:
-    if not math.isfinite(report.headroom_bits) and isinstance(rule, DynamicLossScale):
-        return (
-            "If they are zero in float32 too, the loss does not depend on the weights; otherwise "
-            f"begin with a scale above {report.loss_scale:g}, by "
-            "kmp.DynamicLossScale(initial_scale=2.0**24)."
-        )
-    if not math.isfinite(report.headroom_bits):
-        return 'Raise the loss scale, by loss_scale="dynamic" or initial_scale=2.0**15.'
-    if isinstance(rule, AmaxLossScale):
+    """What to do for a higher scale: nothing that is set already."""
+    all_zero = not math.isfinite(report.headroom_bits)
+    if isinstance(rule, AmaxLossScale) and rule.headroom_bits > 1 and not all_zero:
         return f"Write kmp.AmaxLossScale(headroom_bits=1); it is {rule.headroom_bits:g} now."
-    exponent = math.floor(math.log2(report.loss_scale) + report.headroom_bits - 1)
+    room = math.log2(report.loss_scale) + report.headroom_bits - 1
+    exponent = round(math.log2(_USUAL)) if all_zero else min(math.floor(room), _MOST)
+    advice = f'Write loss_scale="dynamic", or loss_scale=2.0**{exponent}.'
     if isinstance(rule, DynamicLossScale):
-        refused = [e for e in report.events if e.loss_finite and e.loss_scale <= 2.0**exponent]
-        if refused:
-            floor = min(exponent - _APART, math.floor(math.log2(rule.initial_scale)))
-            return (
-                f"A scale of {refused[0].loss_scale:g} overflowed in step {refused[0].step}, on "
-                'another batch. In "mixed_bfloat16" with loss_scale="none" both batches count; '
-                f"kmp.DynamicLossScale(min_scale=2.0**{floor}) leaves out those that overflow."
-            )
-        return f"Write kmp.DynamicLossScale(initial_scale=2.0**{exponent}), or wait for it to grow."
-    return f'Write loss_scale="dynamic", or loss_scale=2.0**{exponent}.'
+        advice = _for_dynamic(report, rule, exponent)
+    flat = " If they are zero in float32 too, the loss does not depend on the weights."
+    return advice + (flat if all_zero else "")
+
+
+def _for_dynamic(report: GradientReport, rule: DynamicLossScale, exponent: int) -> str:
+    wanted = 2.0**exponent
+    refused = [e for e in report.events if e.loss_finite and e.loss_scale <= wanted]
+    if refused:
+        floor = min(exponent - _APART, math.floor(math.log2(rule.initial_scale)))
+        leave_out = f"; kmp.DynamicLossScale(min_scale=2.0**{floor}) leaves out those that overflow"
+        return (
+            f"A scale of {refused[0].loss_scale:g} overflowed in step {refused[0].step}, on "
+            'another batch. In "mixed_bfloat16" with loss_scale="none" both batches count'
+            f"{leave_out if rule.min_scale < 2.0**floor else ''}."
+        )
+    ceiling = f", max_scale=2.0**{exponent}" if wanted > DynamicLossScale.max_scale else ""
+    wait = ", or wait for it to grow" if wanted <= rule.max_scale else ""
+    if rule.initial_scale < wanted:
+        return f"Write kmp.DynamicLossScale(initial_scale=2.0**{exponent}{ceiling}){wait}."
+    # It has sunk since, longer ago than the last overflows that are known.
+    return (
+        f"Wait for the scale to grow from {report.loss_scale:g}: it does so every "
+        f"{rule.growth_interval} steps, or more often with a lower growth_interval."
+    )
