@@ -179,11 +179,13 @@ class GradientHealth(keras.callbacks.Callback):
         self._batches = 0
         self._worst: Verdict | None = None
         self._run.sync()
+        # If Keras does not know: as in the epoch before; in the first epoch, one step.
+        steps = (self.params or {}).get("steps") or self._epoch_steps
+        last = self._cadence.epoch_start + steps
         if self._optimizer.built:
-            # If Keras does not know: as in the epoch before; in the first epoch, one step.
-            steps = (self.params or {}).get("steps") or self._epoch_steps
-            last = self._cadence.epoch_start + steps
             self._optimizer.sample_gradients(self._often, and_at=last)
+        else:
+            self._optimizer.first_sampling = (self._often, last)
 
     def on_train_batch_begin(self, batch, logs=None):
         self._batches = batch + 1  # at least; one execution may take several

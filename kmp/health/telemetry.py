@@ -28,6 +28,7 @@ NUM_EVENTS = 16
 # overflowing step and the one after it, and otherwise at an interval: that of a callback, or this.
 FIRST_STEPS = 100
 INTERVAL = 100
+NO_SAMPLING = (0, 0)  # nobody has chosen an interval, nor one more step
 
 
 class Telemetry:
@@ -36,14 +37,18 @@ class Telemetry:
     Args:
         add: creates a variable of the optimizer, given its name, shape and dtype.
         rows: how many variables the optimizer updates.
+        sampling: the interval and the further step to measure, until `sample` sets others.
     """
 
-    def __init__(self, add: Callable[..., Variable], rows: int):
+    def __init__(
+        self, add: Callable[..., Variable], rows: int, sampling: tuple[int, int] = NO_SAMPLING
+    ):
         self.health = add("gradient_health", (rows, len(COLUMNS)))
         # Columns as in `details.COLUMNS`, then the counts of the exponents.
         self.details = add("gradient_details", (rows, len(details.COLUMNS) + details.BINS))
         self.events = add("overflow_events", (NUM_EVENTS, len(EVENT_COLUMNS)))
-        self.sampling = add("sampling", (4,), "int32")  # see `due`
+        # See `due`. In a `tf.function` that creates them, variables cannot be assigned to.
+        self.sampling = add("sampling", (4,), "int32", lambda *_, **__: _as_tensor(*sampling, 0, 0))
 
     def at_start(self) -> Due:
         """What tells whether a step is to measure, before it writes anything."""
@@ -117,14 +122,20 @@ def kept_sampling(optimizer: Any) -> Callable[[], None]:
 
     For an optimizer that is not built yet, that is the initial value: zeros.
     """
-    kept = ops.convert_to_numpy(optimizer.telemetry.sampling)[:2] if optimizer.built else [0, 0]
+    built = optimizer.built
+    kept = ops.convert_to_numpy(optimizer.telemetry.sampling)[:2] if built else NO_SAMPLING
 
     def restore() -> None:
+        optimizer.first_sampling = NO_SAMPLING
         if optimizer.built:
             noted = ops.convert_to_numpy(optimizer.telemetry.sampling)[2:]
             optimizer.telemetry.sampling.assign(np.array([*kept, *noted], "int32"))
 
     return restore
+
+
+def _as_tensor(*numbers: int) -> Tensor:
+    return ops.convert_to_tensor(np.array(numbers, "int32"))
 
 
 @backend.compiled

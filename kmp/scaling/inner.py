@@ -94,11 +94,19 @@ class WrapsInner(BaseLossScaleOptimizer):
             self.builds_base = False
 
     def add_counter(
-        self, name: str, shape: tuple[int, ...] = (), dtype: str = "float32"
+        self,
+        name: str,
+        shape: tuple[int, ...] = (),
+        dtype: str = "float32",
+        initializer: Callable[..., Tensor] | None = None,
     ) -> Variable:
-        """Create a variable of the wrapper that begins at zero."""
+        """Create a variable of the wrapper, which begins at zero unless there is an initializer."""
         return self.add_variable(
-            shape=shape, dtype=dtype, initializer=_zeros, aggregation="none", name=name
+            shape=shape,
+            dtype=dtype,
+            initializer=initializer or _zeros,
+            aggregation="none",
+            name=name,
         )
 
     def finalize_variable_values(self, var_list: list[Variable]) -> None:

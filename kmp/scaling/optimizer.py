@@ -14,7 +14,7 @@ from kmp._common import checked_choice
 from kmp._keras import optimizer as keras_optimizer
 from kmp.half_memory import HalfMemory
 from kmp.health.report import GradientReport, read_report
-from kmp.health.telemetry import Telemetry
+from kmp.health.telemetry import NO_SAMPLING, Telemetry
 from kmp.precision.trees import all_finite
 from kmp.scaling import arguments, checkpoint
 from kmp.scaling.inner import ON_OVERFLOW, DroppedWindow, WrapsInner
@@ -61,6 +61,8 @@ class LossScaleOptimizer(WrapsInner):
         consecutive_skips: int32[], skipped steps in a row up to now.
         variable_paths: the path of the variable in each row of the measurements.
         measures_details: bool, whether steps compiled from now on measure weights and updates.
+        first_sampling: two int, what `sample_gradients` would set if the optimizer were built: the
+            interval, and one more step. On TensorFlow the first step may build it.
         rounding_seed: int32[], seed of stochastic rounding, initially 0; None if all is float32.
         scale_was_read: bool, whether anything has read the scale, to scale a loss with it.
         step_scales_loss: bool, the same of the last step under `kmp.protect`; None before one.
@@ -109,6 +111,7 @@ class LossScaleOptimizer(WrapsInner):
         self.scale_was_read, self._warned_of_unscaled_loss = False, False
         self.step_scales_loss: bool | None = None
         self.measures_details = False
+        self.first_sampling = NO_SAMPLING
         self.telemetry: Telemetry | None = None
         self.window: DroppedWindow | None = None
 
@@ -167,7 +170,7 @@ class LossScaleOptimizer(WrapsInner):
             loss_nonfinite=self.add_counter("loss_nonfinite"),
         )
         if self.measure_gradients:
-            self.telemetry = Telemetry(self.add_counter, len(var_list))
+            self.telemetry = Telemetry(self.add_counter, len(var_list), self.first_sampling)
         if self.on_overflow == "drop_window" and self.gradient_accumulation_steps:
             self.window = DroppedWindow(self.inner_optimizer, self.add_counter)
         max_abs = getattr(self.loss_scale, "reads_max_abs", False)
