@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from conftest import BACKEND
 from keras import ops
 from reports import look_at, verdict_on
 
@@ -79,3 +80,51 @@ def test_float16_is_told_where_to_look_if_it_goes_on():
         "HEALTHY",
         "CALIBRATING",
     )
+
+
+def _root(x):
+    return ops.sqrt(ops.sum(ops.square(x), axis=-1, keepdims=True))
+
+
+# Layers without weights, and inputs at which their gradients leave float16's range at any scale.
+WEIGHTLESS = {
+    "normalize": (lambda **dtype: keras.layers.UnitNormalization(**dtype), 1e-3),
+    "root": (lambda **dtype: keras.layers.Lambda(_root, output_shape=(1,), **dtype), 1e-5),
+}
+
+
+def with_weightless(kind, dtypes):
+    """Fit a model in float16, but for the layers named in `dtypes`."""
+    keras.utils.set_random_seed(0)
+    build, size = WEIGHTLESS[kind]
+    policy = {name: dtypes.get(name, "mixed_float16") for name in ("proj", "began")}
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(16, name="proj", use_bias=False, dtype=policy["proj"]),
+            build(name="began", dtype=policy["began"]),
+            kmp.layers.Float32OutputDense(4, name="head", dtype="mixed_float16"),
+        ]
+    )
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    model.compile(kmp.scaled("adam", learning_rate=1e-2), loss)
+    x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32") * np.float32(size)
+    y = np.eye(4, dtype="float32")[np.arange(64) % 4]
+    watch = GradientHealth()
+    model.fit(x, y, batch_size=16, epochs=20, verbose=0, callbacks=[watch])
+    return model, watch.verdict, (x[:16], y[:16])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*encountered")
+@pytest.mark.parametrize("kind", WEIGHTLESS)
+def test_a_layer_without_weights_that_began_it_is_located(kind):
+    """The variable that can be named is of the layer before it: the advice looks further."""
+    model, found, batch = with_weightless(kind, {})
+    if BACKEND != "tensorflow":  # whose step may keep float32 inside what it fuses
+        assert found.state == "COLLAPSED" and found.blame.endswith("proj/kernel"), str(found)
+        assert found.advice.startswith("kmp.debug.locate_nonfinite"), str(found)
+        located = kmp.debug.locate_nonfinite(model, *batch)
+        assert located.path.endswith("began"), str(located)
+    found = with_weightless(kind, {"began": "float32"})[1]
+    assert found.state in ("HEALTHY", "CALIBRATING"), str(found)
