@@ -90,7 +90,10 @@ class Alarms:
     def _overflow(self, report: GradientReport, in_float16: bool) -> None:
         counts = report.overflowed.items()
         usual = "A few at the beginning are how the scale is found."
-        broken = "No layer computes in float16, so no loss scale helps."
+        broken = (
+            "No layer's policy computes in float16: unless code of your own does, no loss scale "
+            "helps."
+        )
         self._once(
             report.step,
             "gradient overflow",

@@ -158,18 +158,21 @@ class DynamicLossScale(_Rule):
 
     ```
     finite:    after 2000 finite steps in a row   scale = min(scale * 2, 2**24)
+               below 1, after 200
     overflow:  at each overflow                   scale = max(scale * 0.5, 2**-48)
     ```
 
     At the floor float16 overflows only where a true gradient is above 65504 / 2**-48, or 2**64.
     float32 cannot hold the square of such a gradient, which Adam and gradient norms compute. So no
-    run that trains in float32 with such an optimizer needs a lower scale.
+    run that trains in float32 with such an optimizer needs a lower scale. A stretch of bad batches
+    may take the scale there too, where float16 loses small gradients: so it leaves faster.
 
     Args:
         initial_scale: float in [`min_scale`, `max_scale`].
         growth_factor: float > 1, what the scale is multiplied by when it grows.
         backoff_factor: float in (0, 1), what it is multiplied by when it backs off.
-        growth_interval: int >= 1, finite steps in a row before the scale grows.
+        growth_interval: int >= 1, finite steps in a row before the scale grows; at most 200 while
+            the scale is below 1.
         min_scale: float > 0, the floor. A higher one keeps the scale where small gradients survive
             if some batches overflow at any scale; a lower one serves optimizers that square no
             gradient, such as SGD, down to 2**-112, where the largest float16 stands for the
@@ -193,8 +196,8 @@ class DynamicLossScale(_Rule):
     256.0
     128.0
 
-    Source: torch.amp.GradScaler, whose scale this equals away from floor and ceiling; the floor,
-    the ceiling and `hysteresis` are DeepSpeed's (`min_loss_scale`, `consecutive_hysteresis`).
+    Source: torch.amp.GradScaler, whose scale this equals between 1 and the ceiling; the floor, the
+    ceiling and `hysteresis` are DeepSpeed's (`min_loss_scale`, `consecutive_hysteresis`).
     """
 
     initial_scale: float = 2.0**15
@@ -290,11 +293,16 @@ def counted_step(state: ScaleState, finite: Tensor) -> ScaleState:
     )
 
 
+_RECOVERY = 200  # finite steps before a scale below 1 grows, at most
+
+
 def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> ScaleState:
     xp, counted = _operations(state, finite), counted_step(state, finite)
     growth_factor, backoff_factor = factors
     growth_interval, hysteresis, min_scale, max_scale = limits
-    grow, scale = counted.finite_steps >= growth_interval, counted.scale
+    steps, scale = counted.finite_steps, counted.scale
+    recovered = (scale < 1) & (steps >= min(growth_interval, _RECOVERY))
+    grow = (steps >= growth_interval) | recovered
     # Products, because a Python float in a select would take Keras's floatx.
     smaller = xp.where(counted.overflows >= hysteresis, scale * backoff_factor, scale)
     return ScaleState(

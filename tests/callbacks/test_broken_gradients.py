@@ -69,7 +69,44 @@ def test_a_layer_without_weights_may_be_what_overflows():
     look = {"rule": kmp.DynamicLossScale(), "weights": {"w": Weight("dense")}}
     layers = model._flatten_layers()
     assert verdict_on(look_at(seen, layers=layers, **look)).state == "CALIBRATING"
+    look["rule"] = kmp.StaticLossScale(2.0**14)
     assert verdict_on(look_at(seen, layers=layers[:1], **look)).state == "UNSTABLE"
+
+
+class OwnCast(keras.layers.Layer):
+    """Computes in float16, whatever its policy says."""
+
+    def call(self, x):
+        return ops.cast(ops.cast(x, "float16") * 2, "float32")
+
+
+class Autocast(keras.layers.Layer):
+    """Computes in float16 within its own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(4, dtype=kmp.Policy("autocast"), name="inner")
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        with kmp.autocast("mixed_float16"):
+            return ops.cast(self.inner(x), "float32")
+
+
+@pytest.mark.parametrize("layer", [OwnCast, Autocast])
+def test_float16_that_no_policy_names_may_need_a_lower_scale(layer):
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(4), layer(), keras.layers.Dense(1)]
+    )
+    rule = kmp.DynamicLossScale(2.0**20)
+    model.compile(kmp.scaled("sgd", rule, learning_rate=1e-3), "mse")
+    watch = GradientHealth(update_freq=1)
+    x = np.random.default_rng(0).normal(size=(256, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=[watch])
+    assert 2 < watch.report.skipped_steps < 16
+    assert watch.verdict.state == "CALIBRATING", str(watch.verdict)
 
 
 def test_float16_is_told_where_to_look_if_it_goes_on():

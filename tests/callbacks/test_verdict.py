@@ -94,7 +94,9 @@ def test_planted_runs_are_recognised(state):
     assert bool(found.advice) == (state != "HEALTHY")
     assert found.code == STATES.index(state)
     # All layers of that run are in float32.
-    assert ("No layer computes in float16" in found.advice) == (state in ("COLLAPSED", "UNSTABLE"))
+    assert ("No layer's policy computes in float16" in found.advice) == (
+        state in ("COLLAPSED", "UNSTABLE")
+    )
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,9 @@ def squares(loss):
     return model, model.evaluate(x, y, verbose=0)
 
 
-@pytest.mark.parametrize("loss", ["mse", keras.losses.mean_squared_error, MSE()], ids=str)
+@pytest.mark.parametrize(
+    "loss", ["mse", keras.losses.mean_squared_error, MSE()], ids=["name", "function", "object"]
+)
 def test_a_loss_computes_in_float32_whatever_the_outputs_are_in(loss):
     model, value = squares(loss)
     assert value == pytest.approx(320**2)

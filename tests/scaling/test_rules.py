@@ -173,6 +173,24 @@ def test_lowered_growth_interval_still_grows(mode):
     )
 
 
+def test_below_1_the_scale_grows_after_200_steps():
+    rule = kmp.DynamicLossScale(initial_scale=0.25)
+    state = kmp.ScaleState(*map(np.array, map(ops.convert_to_numpy, rule.init())))
+    found = []
+    for _ in range(2 * 200 + 2000):
+        state = rule.next(state, np.bool_(True))
+        found.append(float(state.scale))
+    assert [found.index(x) + 1 for x in (0.5, 1.0, 2.0)] == [200, 400, 2400]
+    assert np.diff(found).astype(bool).sum() == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lower_growth_interval_holds_below_1_too(mode):
+    rule = kmp.DynamicLossScale(initial_scale=0.25, growth_interval=3)
+    found = [float(state.scale) for state in follow(rule, [True] * 6, mode)]
+    assert found == [0.25, 0.25, 0.5, 0.5, 0.5, 1.0]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_hysteresis_is_consecutive(mode):
     rule = kmp.DynamicLossScale(initial_scale=256, hysteresis=2)

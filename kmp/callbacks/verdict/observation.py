@@ -169,10 +169,12 @@ class Observation:
 
     @functools.cached_property
     def in_float16(self) -> bool:
-        """Whether a layer computes in float16. True if no layer is known."""
+        """Whether a layer's policy computes in float16, or may. True if no layer is known."""
         if not (self.layers or self.weights):
             return True
         inside = [x for x in self.layers[1:] if not isinstance(x, InputLayer)]
+        if any(getattr(x.dtype_policy, "adapts", False) for x in self.layers):
+            return True
         return "float16" in {x.compute_dtype for x in (*inside, *self.weights.values())}
 
     @functools.cached_property

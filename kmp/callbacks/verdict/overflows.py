@@ -12,6 +12,7 @@ from kmp.health.report import GradientReport
 from kmp.health.telemetry import FIRST_STEPS, NUM_EVENTS
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
+_IN_A_ROW = 20  # overflows: from 2**15, the scale has sunk below 1
 _NOTHING_APPLIED = 30  # steps of an epoch that was skipped as a whole
 _WINDOW = 200  # steps that the rate of overflows is taken over
 _OFTEN = 5  # overflows of which a few are nothing
@@ -54,7 +55,7 @@ class Collapsed(Detector):
         searches = not isinstance(rule, StaticLossScale | NoOpLossScale) and look.in_float16
         if searches and isinstance(rule, DynamicLossScale):
             return report.consecutive_skips >= 2 and report.loss_scale <= rule.min_scale
-        enough = 10
+        enough = _IN_A_ROW if isinstance(rule, DynamicLossScale) else 10
         if look.is_epoch_end and not searches:
             enough = min(enough, max(2, look.steps))
         return report.consecutive_skips >= enough
@@ -82,8 +83,8 @@ class BrokenGradients(Detector):
     """
 
     def see(self, look: Observation) -> Verdict | None:
-        if look.in_float16 or not look.events:
-            return None
+        if look.in_float16 or not look.events or _is_early(look):
+            return None  # early on, code of a layer's own may cast to float16
         at_least = "" if len(look.events) < NUM_EVENTS else "at least "
         last = look.events[0]
         return Verdict(
@@ -95,13 +96,19 @@ class BrokenGradients(Detector):
         )
 
 
+def _is_early(look: Observation) -> bool:
+    """Whether a dynamic scale may still be on its way to where it belongs."""
+    events, step = look.events, look.report.step
+    early = events and events[-1].step <= FIRST_STEPS and step <= 2 * FIRST_STEPS
+    return bool(early) and isinstance(look.rule, DynamicLossScale)
+
+
 class Calibrating(Detector):
     """CALIBRATING: overflows of the first 100 steps, by which the scale is found."""
 
     def see(self, look: Observation) -> Verdict | None:
-        report, events = look.report, look.events
-        early = events and events[-1].step <= FIRST_STEPS and report.step <= 2 * FIRST_STEPS
-        if not (early and isinstance(look.rule, DynamicLossScale)):
+        report = look.report
+        if not _is_early(look):
             return None
         return Verdict(
             "CALIBRATING",
@@ -192,7 +199,10 @@ def _advice(look: Observation, floor: str = "") -> str:
             f"kmp.DynamicLossScale(initial_scale=...) with that number.{floor}"
         )
     if isinstance(rule, DynamicLossScale | NoOpLossScale) and not in_float16:
-        return f"No layer computes in float16, so no loss scale helps: {_LOCATE}."
+        return (
+            "No layer's policy computes in float16: unless code of your own casts to it, no loss "
+            f"scale helps, and {_LOCATE}."
+        )
     other = "dynamic" if in_float16 else "none"
     return f'Write loss_scale="{other}". If it overflows still, {_LOCATE}.'
 
