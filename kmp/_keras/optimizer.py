@@ -114,26 +114,23 @@ _WITHOUT_EFFECT = {
 def refuse_settings(arguments: dict[str, Any]) -> None:
     """Refuse settings of the inner optimizer that were given to the one around it.
 
-    Keras does so since 3.12, and ignored them before. Where it advises `loss_scale_factor`, kmp
-    has `loss_scale`.
+    Keras does so since 3.12, and ignored them before.
 
     Raises:
         ValueError: if one of them is not at its default.
     """
     if not arguments.get("dynamic", True):
         raise ValueError(
-            "A loss scale that stays as it is has no `dynamic`. Received: dynamic=False. Leave it "
-            "out and write loss_scale=1024.0, or whatever the scale should be."
+            "A LossScaleOptimizer has no `dynamic`. Received: dynamic=False. Leave it out, and "
+            "write loss_scale=1024.0, or whatever the fixed scale should be, where Keras would "
+            "have you set `loss_scale_factor`."
         )
     for name, value in arguments.items():
         if name in _WITHOUT_EFFECT and value != _WITHOUT_EFFECT[name]:
             raise ValueError(
                 f"A LossScaleOptimizer has no `{name}` of its own. Received: {name}={value!r}. "
-                + (
-                    f"Write loss_scale={value!r}."
-                    if name == "loss_scale_factor"
-                    else f"Set `{name}` on the `inner_optimizer`."
-                )
+                f"Set `{name}` on the `inner_optimizer`"
+                + (", or write loss_scale." if name == "loss_scale_factor" else ".")
             )
 
 

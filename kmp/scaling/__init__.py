@@ -88,14 +88,22 @@ def _named(name: str, arguments: dict[str, Any]) -> Any:
 def _make_inner(optimizer: Any, arguments: dict[str, Any]) -> Any:
     """Return the optimizer that `kmp.scaled` was given, as an instance."""
     if isinstance(optimizer, type):
-        return optimizer(**arguments)
-    if isinstance(optimizer, str):
-        return _named(optimizer, arguments)
-    if arguments:
+        inner = optimizer(**arguments)
+    elif isinstance(optimizer, str):
+        inner = _named(optimizer, arguments)
+    elif arguments:
         raise ValueError(
             "Pass optimizer arguments only with a class or a name. Received: an instance of "
             f"{type(optimizer).__name__}, and {sorted(arguments)}. "
             "Write kmp.scaled(keras.optimizers.Adam, learning_rate=1e-3), or set them on the "
             "instance."
         )
-    return keras.optimizers.get(optimizer)
+    else:
+        inner = keras.optimizers.get(optimizer)
+    if getattr(inner, "loss_scale_factor", None) is not None:
+        raise ValueError(
+            "`optimizer` must not scale the loss itself. Received: "
+            f"loss_scale_factor={inner.loss_scale_factor}. Leave loss_scale_factor out and write "
+            f"kmp.scaled({type(inner).__name__}, loss_scale={inner.loss_scale_factor}, ...)."
+        )
+    return inner

@@ -61,13 +61,6 @@ def checked_inner(optimizer: Any) -> Any:
             f"learning rate. Received: {type(optimizer).__name__}, which overrides `scale_loss`. "
             "Pass its `inner_optimizer` if it wraps one, or an optimizer without that method."
         )
-    factor = optimizer.loss_scale_factor
-    if factor is not None:
-        raise ValueError(
-            f"`optimizer` must not scale the loss itself. Received: loss_scale_factor={factor}. "
-            "Leave loss_scale_factor out and write "
-            f"kmp.scaled({type(optimizer).__name__}, loss_scale={factor}, ...)."
-        )
     return optimizer
 
 

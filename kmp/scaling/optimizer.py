@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -125,10 +125,12 @@ class LossScaleOptimizer(WrapsInner):
     def dynamic_scale(self, variable: Variable) -> None:  # Keras's `build` makes it
         self.scale_variable = variable
 
-    def __getattr__(self, name: str) -> Any:
-        if name in arguments.GONE:
-            raise AttributeError(f"Keras 3 has no `{name}`. {arguments.GONE[name]}")
-        return object.__getattribute__(self, name)  # which says that there is none
+    if not TYPE_CHECKING:  # for a type checker a class with this method has any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name in arguments.GONE:
+                raise AttributeError(f"Keras 3 has no `{name}`. {arguments.GONE[name]}")
+            return object.__getattribute__(self, name)  # which says that there is none
 
     def __dir__(self) -> list[str]:  # Keras reads all of these when it saves: that scales no loss
         return sorted({*super().__dir__()} - {"dynamic_scale", "scale_state"})

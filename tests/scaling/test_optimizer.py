@@ -134,8 +134,7 @@ NESTED = "must not scale the loss itself"
         (lambda: kmp.LossScaleOptimizer(k.SGD(), 8, loss_scale=8), "Pass either `loss_scale` or"),
         (lambda: kmp.LossScaleOptimizer(k.SGD(), clipnorm=1.0), "clipnorm` on the `inner_optim"),
         (lambda: kmp.LossScaleOptimizer(k.SGD(), dynamic=False), "dynamic=False.*loss_scale=1024"),
-        (lambda: kmp.LossScaleOptimizer(k.SGD(), loss_scale_factor=8.0), "Write loss_scale=8.0"),
-        (lambda: kmp.LossScaleOptimizer(k.SGD(loss_scale_factor=8.0)), rf"{NESTED}.*loss_scale=8"),
+        (lambda: kmp.LossScaleOptimizer(k.SGD(), loss_scale_factor=8.0), "or write loss_scale"),
         (lambda: kmp.LossScaleOptimizer(k.SGD(), wrong=1.0), "wrong"),
         (
             lambda: kmp.scaled("no_such_optimizer"),
