@@ -96,7 +96,7 @@ def test_the_tools_work_on_bfloat16_weights(architecture, policy):
     before = [ops.copy(v.value) for v in model.variables]
     assert kmp.debug.locate_nonfinite(model, x, y, loss_scale=LOSS_SCALE).phase is None
     assert kmp.debug.diagnose(model, x, y).float32_layers == ()
-    assert kmp.debug.compare_precisions(model, x).output_sqnr > 50
+    assert kmp.debug.compare_precisions(model, x).output_sqnr > 45  # one rounding leaves 56
     assert kmp.debug.memory_report(model, len(x), x)
     for old, variable in zip(before, model.variables, strict=True):
         assert old.dtype == variable.value.dtype
