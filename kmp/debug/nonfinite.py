@@ -7,13 +7,14 @@ import keras
 from kmp._backend.types import Tensor, Tree
 from kmp._common import scale_number
 from kmp._keras import layers_of, path_of
+from kmp._keras.state import added_losses
 from kmp.debug.blame import Blame, Cotangents, first_bad_value, first_nan_weights, is_in_loss
 from kmp.debug.causes import backward_cause, forward_cause, term_cause
 from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import Batch, as_batch, backward, check_replayable, forward, loss_scale_of
 from kmp.debug.stats import TensorStats, has_nonfinite, measure
-from kmp.debug.terms import added_by, first_bad_term
+from kmp.debug.terms import first_bad_term
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,12 +234,14 @@ def _cause(
 
 
 def _term_cause(model: keras.Model, batch: Batch, blame: Blame, preserved: Preserved) -> str:
-    dtypes = [x.compute_dtype for x in layers_of(model) if path_of(x) == blame.owner]
+    if blame.part == "regularizer":  # of weights, in whatever precision the layer computes
+        return term_cause(blame, "", ())
+    layer = next(x for x in layers_of(model) if path_of(x) == blame.owner)
+    dtype = layer.compute_dtype
     preserved.restore()
     with under(model, "float32"):
         forward(model, batch, training=True)
-        added = added_by(model, blame.owner) if blame.part == "add_loss" else ()
-    return term_cause(blame, dtypes[0] if dtypes else "", added)
+        return term_cause(blame, dtype, measure(added_losses(layer)))
 
 
 def _report(blame: Blame | None, cause: str, scale: float | None) -> NonfiniteReport:

@@ -10,7 +10,7 @@ from keras import Model, Sequential
 from keras.layers import InputLayer
 
 from kmp._keras import give_policy, layers_of, parts_of, path_of
-from kmp.precision.policy import Policy
+from kmp.precision.policy import get_policy, on_weights
 from kmp.precision.trees import HALF_DTYPES
 
 
@@ -89,7 +89,7 @@ def _swapped(model: keras.Layer, choose: Callable[[keras.Layer], Any]) -> Iterat
     """
     layers = [layer for layer in layers_of(model) if _is_switchable(layer)]
     before = [layer.dtype_policy for layer in layers]
-    chosen = [_on_weights_of(layer, choose(layer)) for layer in layers]
+    chosen = [_for_layer(layer, choose(layer)) for layer in layers]
     try:
         for layer, policy in zip(layers, chosen, strict=True):
             give_policy(layer, policy)
@@ -99,11 +99,11 @@ def _swapped(model: keras.Layer, choose: Callable[[keras.Layer], Any]) -> Iterat
             give_policy(layer, old)
 
 
-def _on_weights_of(layer: keras.Layer, policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """Return a policy with this one's compute dtype, for weights in the dtype of the layer's."""
-    if policy.variable_dtype == layer.variable_dtype:
-        return policy
-    return Policy(layer.variable_dtype, policy.compute_dtype)
+def _for_layer(layer: keras.Layer, policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    """A policy on the weights that a layer has; one that rounds no ids goes on rounding none."""
+    if not getattr(layer.dtype_policy, "casts_inputs", True):
+        policy = get_policy(policy).with_inputs_uncast()
+    return on_weights(policy, layer.variable_dtype)
 
 
 def policy_for(model: Model, policy: str | None) -> str:

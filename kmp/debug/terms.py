@@ -5,12 +5,7 @@ from typing import Any
 from kmp._keras import layers_of, path_of
 from kmp._keras.state import added_losses
 from kmp.debug.blame import Blame
-from kmp.debug.stats import TensorStats, has_nonfinite, measure
-
-
-def added_by(model: Any, path: str) -> tuple[TensorStats, ...]:
-    """What the layer of this path has added to the loss; right after the model was called."""
-    return measure([added_losses(x) for x in layers_of(model) if path_of(x) == path])
+from kmp.debug.stats import has_nonfinite, measure
 
 
 def first_bad_term(model: Any) -> Blame | None:

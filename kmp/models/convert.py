@@ -37,7 +37,7 @@ from kmp.models.optimizers import Rebuilding, scale_losses
 from kmp.models.policies import remember_policies
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
 from kmp.models.weights import dtype_changes, float32_weights, retype
-from kmp.precision.policy import Policy, get_policy
+from kmp.precision.policy import Policy, get_policy, on_weights
 from kmp.precision.trees import HALF_DTYPES, half_dtype
 
 
@@ -271,7 +271,8 @@ def _exact_layers(
     try:
         while half.compute_dtype in HALF_DTYPES:
             plan = _plan(model, half, filters, exact)
-            _give([(layer, _on_weights_of(layer, new)) for layer, new, _ in plan])
+            changed = [(layer, new) for layer, new, _ in plan if isinstance(new, Policy)]
+            _give([(layer, on_weights(new, layer.variable_dtype)) for layer, new in changed])
             looked = roundings(model)
             found = {id(each.layer): each for each in looked or ()}
             if not exact and unknown.intersection(found):
@@ -287,14 +288,6 @@ def _exact_layers(
     finally:
         _give(before)
     return exact
-
-
-def _on_weights_of(layer: keras.Layer, policy: Any) -> Any:
-    """A policy's computation, on weights in the dtype that those of the layer have now."""
-    if not isinstance(policy, Policy):
-        return policy
-    on_weights = Policy(layer.variable_dtype, policy.compute_dtype)
-    return on_weights if policy.casts_inputs else on_weights.with_inputs_uncast()
 
 
 def _plan(

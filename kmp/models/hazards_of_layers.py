@@ -60,9 +60,8 @@ def half_preprocessing(model: Model) -> Hazards:
                 f"its raw inputs are cast to {layer.compute_dtype} before it sees them.",
                 _ADVICE,
             )
-    for each in (
-        _roundings(model, RAW_INPUTS) if any(map(is_preprocessing, layers_of(model))) else ()
-    ):
+    preprocesses = any(map(is_preprocessing, layers_of(model)))
+    for each in _roundings(model, RAW_INPUTS) if preprocesses else ():
         yield (
             path_of(each.layer),
             f"it casts raw inputs to {each.layer.compute_dtype} before a preprocessing layer sees "

@@ -257,6 +257,14 @@ class _LoadedPolicy(Policy):
         return Policy(str(self))
 
 
+def on_weights(policy: DTypePolicy, param_dtype: DType) -> DTypePolicy:
+    """Return a policy that computes as `policy` does, on weights of another dtype."""
+    if policy.variable_dtype == param_dtype:
+        return policy
+    found = Policy(param_dtype, policy.compute_dtype)
+    return found if getattr(policy, "casts_inputs", True) else found.with_inputs_uncast()
+
+
 def get_policy(policy: Any = None) -> Policy:
     """Return the policy that a string, a dtype or a Keras policy describes.
 

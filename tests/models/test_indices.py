@@ -379,6 +379,16 @@ def test_a_file_of_a_model_by_its_own_code(tmp_path):
     check(loaded)
 
 
+def test_the_tools_round_no_ids_either():
+    """They swap the policies of a model for a while."""
+    model = functional(carriers.Own())
+    kmp.to_mixed_precision(model, "mixed_bfloat16")
+    assert model.layers[1].dtype_policy.casts_inputs is False
+    assert kmp.debug.compare_precisions(model, IDS).output_sqnr == np.inf  # exact in bfloat16
+    assert kmp.debug.diagnose(model, IDS).float32_layers == ()
+    check(model)
+
+
 # Models that are built under a mixed policy
 
 
