@@ -301,8 +301,7 @@ def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> 
     growth_factor, backoff_factor = factors
     growth_interval, hysteresis, min_scale, max_scale = limits
     steps, scale = counted.finite_steps, counted.scale
-    recovered = (scale < 1) & (steps >= min(growth_interval, _RECOVERY))
-    grow = (steps >= growth_interval) | recovered
+    grow = (steps >= growth_interval) | ((scale < 1) & (steps >= _RECOVERY))
     # Products, because a Python float in a select would take Keras's floatx.
     smaller = xp.where(counted.overflows >= hysteresis, scale * backoff_factor, scale)
     return ScaleState(

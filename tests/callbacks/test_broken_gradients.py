@@ -71,6 +71,8 @@ def test_a_layer_without_weights_may_be_what_overflows():
     assert verdict_on(look_at(seen, layers=layers, **look)).state == "CALIBRATING"
     look["rule"] = kmp.StaticLossScale(2.0**14)
     assert verdict_on(look_at(seen, layers=layers[:1], **look)).state == "UNSTABLE"
+    adaptive = [*layers[:1], keras.layers.Dense(1, dtype=kmp.Policy("autocast"))]
+    assert verdict_on(look_at(seen, layers=adaptive, **look)).state != "UNSTABLE"
 
 
 class OwnCast(keras.layers.Layer):
