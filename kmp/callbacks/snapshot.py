@@ -17,7 +17,7 @@ from kmp._keras.optimizer import (
 )
 from kmp.precision.trees import all_finite, as_number
 from kmp.scaling.optimizer import LossScaleOptimizer
-from kmp.scaling.rules import DynamicLossScale
+from kmp.scaling.rules import DynamicLossScale, dynamic
 
 
 class Snapshot(NamedTuple):
@@ -128,9 +128,10 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
         changes.append(f"learning rate {learning_rate:g} -> {learning_rate * lr_factor:g}")
     except TypeError:  # Keras's answer where a schedule decides
         changes.append("learning rate left to its schedule, which no callback can lower")
-    rule = getattr(optimizer, "loss_scale", DynamicLossScale())  # Keras's class has no floor
+    # Keras's class has no floor.
+    rule = dynamic(getattr(optimizer, "loss_scale", DynamicLossScale()))
     scale = _scale_of(optimizer)
-    if scale is not None and isinstance(rule, DynamicLossScale):
+    if scale is not None and rule is not None:
         # Not from what it is now: the steps that diverged may have taken it to its floor, and it
         # takes 2000 finite steps for each doubling.
         now, floor = as_number(scale), min(loss_scale, rule.min_scale)

@@ -15,7 +15,6 @@ from kmp._keras.training import metrics_of, state_of
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.precision.trees import is_float
 from kmp.scaling.optimizer import LossScaleOptimizer
-from kmp.scaling.rules import ScaleState
 
 
 class _Kept(NamedTuple):
@@ -37,7 +36,7 @@ class _Kept(NamedTuple):
     sums: list[list[Tensor]]
     counter: Tensor
     nonfinite_losses: Tensor
-    scale: ScaleState | None
+    scale: Any
 
 
 def protected_step(

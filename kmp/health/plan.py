@@ -57,12 +57,30 @@ class Due(NamedTuple):
     health: Tensor  # float32[num_variables, 5], whose first columns are the levels measured last
 
 
+class StepNumbers(NamedTuple):
+    """What a step reads of the optimizer's counters before it writes anything."""
+
+    step: Tensor  # int32[], its number, counted from 1
+    consecutive_skips: Tensor  # int32[], how many steps right before it were skipped
+    rule: Any  # the state of the loss-scaling rule, a NamedTuple
+
+    def filled(self, tensors: Sequence[Tensor]) -> "StepNumbers":
+        """The same with these tensors, from `tensors`."""
+        step, consecutive_skips, *rule = tensors
+        return StepNumbers(step, consecutive_skips, type(self.rule)(*rule))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them in one list."""
+        return [self.step, self.consecutive_skips, *self.rule]
+
+
 class Look(NamedTuple):
     """What a step knows about its gradients before it writes anything."""
 
     finite: Tensor  # bool[], whether all gradients are finite
     loss_finite: Tensor  # bool[], False if the loss is known not to be finite
-    numbers: Sequence[Tensor]  # those of the step, on the host if the flags are
+    before: StepNumbers  # on the host if the flags are
     nonfinite: Tensor  # float32[num_variables], above 0 where a gradient is not finite
     blamed: tuple[Tensor, Tensor] | None  # from `measure.blame`; None if nobody has asked yet
     max_abs: Tensor | None = None  # float32[], the largest true gradient, if the plan asks for it
@@ -135,9 +153,9 @@ class Gradients(NamedTuple):
     """The gradients of a step; if not divided yet, with the loss scale and how to divide by it."""
 
     groups: Sequence[GradientGroup]  # from `plan.group_gradients`
-    scale: Sequence[Tensor] = ()
+    scale: Any = ()  # the state of the loss-scaling rule, a NamedTuple
     # (values of the groups, their specs, scale) -> the values divided by the scale
-    divide: Callable[[list[Gradient], list[Any], Sequence[Tensor]], list[Gradient]] | None = None
+    divide: Callable[[list[Gradient], list[Any], Any], list[Gradient]] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -153,7 +171,8 @@ class Gradients(NamedTuple):
         """The same with these tensors."""
         number = len(self.scale)
         groups = refilled(self.groups, tensors[number:])
-        return self._replace(groups=groups, scale=tensors[:number])
+        scale = type(self.scale)(*tensors[:number]) if number else ()
+        return self._replace(groups=groups, scale=scale)
 
     def true(self) -> Sequence[GradientGroup]:
         """The gradients after the division by the loss scale."""
@@ -168,7 +187,7 @@ def look(
     plan: MeasurePlan,
     gradients: Gradients,
     loss_nonfinite: Tensor,
-    numbers: Sequence[Tensor],
+    before: StepNumbers,
     due: Due | None,
 ) -> Look:
     """Look at the gradients of a step: are they all finite, and how large are they?
@@ -177,24 +196,24 @@ def look(
         plan: the optimizer's plan.
         gradients: of the variables that it was made for.
         loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-        numbers: float32 and int32 scalars that the rest of the step takes, beginning with the
-            step's number, counted from 1, and ending with the skipped steps in a row before it.
+        before: the counters, which the host reads in the same transfer as the flags.
         due: from `Telemetry.at_start`; None if nothing is measured.
     """
     nonfinite, levels = _check(plan, gradients)
     # Outside XLA only overflowing steps compute which variable is to blame.
     blamed = measure.blame(nonfinite) if gradients.divide else None
     (number,) = blamed[:1] if blamed else backend.reduce_columns((nonfinite,), (0,))
-    sampling = (due.sampling,) if due else ()
-    finite, loss_finite, read = backend.read_flags(number, loss_nonfinite, *numbers, *sampling)
-    numbers = read[: len(numbers)]
+    sampling = [due.sampling] if due else []
+    counters = before.tensors
+    finite, loss_finite, read = backend.read_flags(number, loss_nonfinite, *counters, *sampling)
+    before = before.filled(read[: len(counters)])
     on_host, largest = isinstance(finite, np.bool_), None
     if plan.max_abs:
         largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
-    seen = Look(finite, loss_finite, numbers, nonfinite, blamed, largest, on_host=on_host)
+    seen = Look(finite, loss_finite, before, nonfinite, blamed, largest, on_host=on_host)
     if due is None:
         return seen
-    due_levels, due_details = due.flags(numbers[0], numbers[-1], read[-1])
+    due_levels, due_details = due.flags(before.step, before.consecutive_skips, read[-1])
     due_levels = due_levels | ~finite  # an overflowing step always measures its levels
     seen = seen._replace(due_levels=due_levels, due_details=due_details)
     if on_host and not due_levels:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 from keras import ops
@@ -10,9 +10,25 @@ from keras import ops
 from kmp._backend.types import Tensor
 from kmp._common import number
 from kmp.precision.float_formats import formats
-from kmp.scaling.rules import DynamicLossScale, ScaleState, counted_step
+from kmp.scaling.rules import DynamicLossScale
 
 LARGEST = formats["float16"].largest
+
+
+class AmaxState(NamedTuple):
+    """Where an `AmaxLossScale` stands.
+
+    Attributes:
+        scale: float32[], what the loss is multiplied by.
+        wait: int32[], finite steps until the scale follows the gradients again.
+        zero_steps: int32[], all-zero steps in a row since the scale last doubled.
+        overflows: int32[], overflows in a row up to now.
+    """
+
+    scale: Tensor
+    wait: Tensor
+    zero_steps: Tensor
+    overflows: Tensor
 
 
 @keras.saving.register_keras_serializable(package="kmp")
@@ -78,12 +94,16 @@ class AmaxLossScale(DynamicLossScale):
             )
         object.__setattr__(self, "headroom_bits", bits)
 
-    def next(self, state: ScaleState, finite: Tensor, max_abs: Tensor | None = None) -> ScaleState:
+    def init(self) -> Any:
+        """Return the state before the first step, an `AmaxState`."""
+        zero = ops.zeros((), "int32")
+        return AmaxState(ops.convert_to_tensor(self.initial_scale, "float32"), zero, zero, zero)
+
+    def next(self, state: Any, finite: Tensor, max_abs: Tensor | None = None) -> Any:
         """Return the state after a step, as `DynamicLossScale.next` does.
 
         Args:
-            state: `finite_steps` > 0 counts down to the end of the wait after an overflow; < 0, it
-                counts all-zero steps since the scale last doubled.
+            state: `AmaxState` before the step.
             finite: bool[].
             max_abs: float32[], the largest absolute value of all gradients, after division by the
                 scale.
@@ -97,25 +117,27 @@ class AmaxLossScale(DynamicLossScale):
                 "Write rule.next(state, finite, max_abs) with the maximum of the absolute unscaled "
                 "gradients, or leave it to kmp.scaled."
             )
-        state, counted = ScaleState(*map(ops.convert_to_tensor, state)), counted_step(state, finite)
-        scale, waits, max_abs = counted.scale, state.finite_steps > 0, ops.cast(max_abs, "float32")
-        chosen, left = self._of_zeros(scale, state.finite_steps)
-        chosen = ops.where(max_abs > 0, self._fitting(max_abs), chosen)
-        left = ops.where(waits, state.finite_steps - 1, ops.where(max_abs > 0, 0, left))
-        backs_off = counted.overflows >= self.hysteresis
-        after_overflow = ops.where(backs_off, scale * self.backoff_factor, scale)
-        scale = ops.where(finite, ops.where(waits, scale, chosen), after_overflow)
-        return ScaleState(
+        scale, wait, zero_steps, overflows = map(ops.convert_to_tensor, state)
+        max_abs = ops.cast(max_abs, "float32")
+        follows, has_numbers = wait <= 0, max_abs > 0
+        overflows = ops.where(finite, 0, overflows + 1)
+        doubled, zeros = self._of_zeros(scale, zero_steps)
+        chosen = ops.where(has_numbers, self._fitting(max_abs), doubled)
+        smaller = ops.where(overflows >= self.hysteresis, scale * self.backoff_factor, scale)
+        scale = ops.where(finite, ops.where(follows, chosen, scale), smaller)
+        counts_zeros = follows & ops.logical_not(has_numbers) & finite
+        return AmaxState(
             scale=ops.clip(scale, self.min_scale, self.max_scale),
-            finite_steps=ops.where(finite, left, self.growth_interval),
-            overflows=counted.overflows,
+            wait=ops.where(finite, ops.maximum(wait - 1, 0), self.growth_interval),
+            zero_steps=ops.where(counts_zeros, zeros, 0),
+            overflows=overflows,
         )
 
-    def _of_zeros(self, scale: Tensor, finite_steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and `finite_steps` after a step whose gradients are all zero."""
+    def _of_zeros(self, scale: Tensor, zero_steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and `zero_steps` after a step whose gradients are all zero."""
         grown, enough = scale * self.growth_factor, self._fitting(ops.ones((), "float32"))
-        steps = ops.minimum(finite_steps, 0) - 1
-        small, grows = scale < enough, steps <= -self.growth_interval
+        steps = zero_steps + 1
+        small, grows = scale < enough, steps >= self.growth_interval
         scale = ops.where(small, ops.minimum(grown, enough), ops.where(grows, grown, scale))
         return scale, ops.where(small | grows, 0, steps)
 

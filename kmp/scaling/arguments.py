@@ -41,6 +41,39 @@ def choose_rule(loss_scale: Any, initial_scale: Any, growth_interval: Any) -> Lo
     return DynamicLossScale(**given)
 
 
+_STORED = {"f": "float32", "i": "int32", "u": "int32"}  # by the kinds of NumPy's dtypes
+
+
+def checked_state(rule: LossScale) -> Any:
+    """Return the first state of a strategy with NumPy arrays in its fields, of float32 or int32.
+
+    Raises:
+        ValueError: if it is no NamedTuple with `scale`, or a field holds neither floats nor
+            integers.
+    """
+    state = rule.init()
+    if "scale" not in getattr(state, "_fields", ()):
+        raise ValueError(
+            f"`init` of {type(rule).__name__} must return a NamedTuple with a field `scale`. "
+            f"Received: {state!r}. Write class State(typing.NamedTuple), with scale and what else "
+            "the strategy needs, and return State(scale=...)."
+        )
+    arrays = {name: keras.ops.convert_to_numpy(x) for name, x in state._asdict().items()}
+    for name, array in arrays.items():
+        if array.dtype.kind not in _STORED:
+            raise ValueError(
+                f"The field {name!r} of the state of {type(rule).__name__} must hold floats or "
+                f"integers. Received: {array.dtype}. Write a 0 or 1 for a truth value."
+            )
+        arrays[name] = array.astype(_STORED[array.dtype.kind])
+    if arrays["scale"].shape:
+        raise ValueError(
+            f"`scale` of the state of {type(rule).__name__} must be one number. Received: an array "
+            f"of shape {arrays['scale'].shape}."
+        )
+    return type(state)(**arrays)
+
+
 def checked_inner(optimizer: Any) -> Any:
     """Return the inner optimizer as an instance, or say why it cannot be one."""
     if isinstance(optimizer, type):

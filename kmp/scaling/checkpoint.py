@@ -30,6 +30,7 @@ _NUMBERED = re.compile(r"variable(_\d+)?")  # an unnamed variable, numbered acro
 _UNBUILT = ("iteration", "learning_rate")  # what an optimizer has before it is built
 # The others exist only with `measure_gradients` or "drop_window", which may be new since.
 _REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
+STATE_PREFIX = "loss_scale_"  # of what a strategy's state has beside Keras's and kmp 0.1's
 _COUNTERS = ("iteration", "step_counter", "skipped_steps", "consecutive_skips")
 _OF_RULES = ("growth_factor", "backoff_factor", "growth_interval")  # of a GradScaler, and ours
 _TRACKER = "_growth_tracker"  # finite steps since the scale last moved
@@ -67,13 +68,7 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
     if "dynamic_scale" in keys:
         layout = _checked_layout(optimizer, store)
         values = [(v, store[name]) for name, v in own.items() if name in keys]
-        present = type(rule).__name__
-        stored = layout.get("rule", present)
-        if stored != present:
-            # The rules count differently: one up to its next growth, another down to its next look.
-            values.append((own["step_counter"], 0))
-            if stored == NoOpLossScale.__name__:  # its 1 was never searched for
-                values.append((scale, rule.init().scale))
+        values += _state_values(optimizer, layout.get("rule", type(rule).__name__), store)
     elif len(keys) == len(inner):
         values = [(v, store[str(i)]) for i, v in enumerate(inner)]
     elif len(keys) == len(_KERAS_OWN) + len(inner):
@@ -86,6 +81,33 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
         _expect_less_of_the_inner(optimizer.inner_optimizer)
     values = [(v, _within_bounds(rule, x) if v is scale else x) for v, x in values]
     _assign_all(optimizer, values)
+
+
+def _state_values(
+    optimizer: Any, stored: str, store: Mapping[str, Any]
+) -> list[tuple[Variable, Any]]:
+    """What the strategy's state becomes where it is not what the file has under its names.
+
+    Args:
+        optimizer: the optimizer that loads.
+        stored: the name of the strategy's class in the file.
+        store: the file.
+    """
+    rule, counters = optimizer.loss_scale, optimizer.scaled_step.counters
+    variables, initial = counters.rule._asdict(), rule.init()._asdict()
+    own = {name: v for name, v in variables.items() if name not in ("scale", "overflows")}
+    if stored != type(rule).__name__:  # whose counts mean something else
+        values = [(v, initial[name]) for name, v in own.items()]
+        if stored == NoOpLossScale.__name__:  # its 1 was never searched for
+            values.append((variables["scale"], initial["scale"]))
+        return values
+    keys = {*store.keys()}
+    values = [(v, initial[name]) for name, v in own.items() if v.name not in keys]
+    if stored == AmaxLossScale.__name__ and values:  # of kmp 0.1: one counter with a sign
+        count = int(np.asarray(store["step_counter"]))
+        values = [(own["wait"], max(count, 0)), (own["zero_steps"], max(-count, 0))]
+        values.append((optimizer.step_counter, 0))
+    return values
 
 
 def _slots(optimizer: Any) -> list[list[Any]]:
@@ -111,7 +133,7 @@ def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
     layout: dict[str, Any] = {}
     if _LAYOUT in set(store.keys()):
         layout = json.loads(bytes(np.asarray(store[_LAYOUT], "uint8")).decode())
-    # AmaxLossScale counts steps of zeros downwards.
+    # In files of kmp 0.1 AmaxLossScale counts steps of zeros downwards.
     signed = {"step_counter"} if layout.get("rule") == AmaxLossScale.__name__ else set()
     negative = [x for x in _COUNTERS if x not in signed and np.any(np.asarray(store[x]) < 0)]
     if negative:
@@ -224,9 +246,10 @@ def _load_before_first_step(optimizer: Any, store: Mapping[str, Any], sizes: lis
 def _initial_values(optimizer: Any) -> list[tuple[Variable, Any]]:
     """The wrapper's variables as `build` makes them, without those that are settings."""
     own = {v.name: v for v in optimizer.own_variables}
-    scale, *_ = (own.pop(name, None) for name in ("dynamic_scale", "learning_rate", "sampling"))
-    zeros = [(v, np.zeros(v.shape)) for v in own.values()]
-    return [*zeros, (scale, optimizer.loss_scale.init().scale)]
+    settings = ("learning_rate", "sampling")
+    zeros = [(v, np.zeros(v.shape)) for name, v in own.items() if name not in settings]
+    state = optimizer.scaled_step.counters.rule
+    return [*zeros, *zip(state, optimizer.loss_scale.init(), strict=True)]
 
 
 def _begin_slots_again(optimizer: Any) -> None:

@@ -3,10 +3,11 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 
 from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Variable
@@ -18,7 +19,6 @@ from kmp.health.telemetry import NO_SAMPLING, Telemetry
 from kmp.precision.trees import all_finite
 from kmp.scaling import arguments, checkpoint
 from kmp.scaling.inner import ON_OVERFLOW, DroppedWindow, WrapsInner
-from kmp.scaling.rules import ScaleState
 from kmp.scaling.step import Counters, ScaledStep, plan_for
 
 
@@ -56,7 +56,7 @@ class LossScaleOptimizer(WrapsInner):
         **kwargs: settings from old Keras configs; only their default values are accepted.
 
     Attributes:
-        step_counter: int[], finite steps since the scale changed; for `AmaxLossScale` see `next`.
+        step_counter: int[], finite steps since the scale changed, if the strategy counts them.
         skipped_steps: int32[], steps so far that were skipped.
         consecutive_skips: int32[], skipped steps in a row up to now.
         variable_paths: the path of the variable in each row of the measurements.
@@ -101,8 +101,12 @@ class LossScaleOptimizer(WrapsInner):
     ):
         rule = arguments.choose_rule(loss_scale, initial_scale, dynamic_growth_steps)
         inner_optimizer = arguments.checked_inner(inner_optimizer)
-        super().__init__(inner_optimizer, float(rule.init().scale), name=name, **kwargs)
+        state = arguments.checked_state(rule)
+        super().__init__(inner_optimizer, float(state.scale), name=name, **kwargs)
         self.loss_scale = rule
+        # Not the state itself: TensorFlow's tracking replaces tuples that are set.
+        kind: Callable[..., Any] = type(state)
+        self._initial_state = functools.partial(kind, *state)
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
         self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
         self.measure_gradients = bool(measure_gradients)
@@ -136,8 +140,8 @@ class LossScaleOptimizer(WrapsInner):
         return sorted({*super().__dir__()} - {"dynamic_scale", "scale_state"})
 
     @property
-    def scale_state(self) -> ScaleState:
-        """`ScaleState` of the next step, for `loss_scale.scale` and `.unscale`. Needs `build`."""
+    def scale_state(self) -> Any:
+        """State of the next step, for `loss_scale.scale` and `.unscale`. Needs `build`."""
         self.scale_was_read = True
         return self.scaled_step.counters.state
 
@@ -164,9 +168,8 @@ class LossScaleOptimizer(WrapsInner):
         self.skipped_steps = self.add_counter("skipped_steps", dtype="int32")
         self.consecutive_skips = self.add_counter("consecutive_skips", dtype="int32")
         counters = Counters(
-            scale=self.scale_variable,
-            finite_steps=self.step_counter,
-            overflows=self.consecutive_skips,
+            rule=self._add_state(),
+            consecutive_skips=self.consecutive_skips,
             skipped_steps=self.skipped_steps,
             steps=self.steps,
             loss_nonfinite=self.add_counter("loss_nonfinite"),
@@ -180,6 +183,22 @@ class LossScaleOptimizer(WrapsInner):
         self.scaled_step = ScaledStep(
             self.inner_optimizer, var_list, plan, counters, self.telemetry, self.window
         )
+
+    def _add_state(self) -> Any:
+        """The variables of the strategy's state. Three have names of Keras's or of kmp 0.1."""
+        initial = self._initial_state()
+        present = {
+            "scale": self.scale_variable,
+            "finite_steps": self.step_counter,
+            "overflows": self.consecutive_skips,
+        }
+        for name, value in initial._asdict().items():
+            if name not in present:
+                start = functools.partial(_constant, value)
+                present[name] = self.add_counter(
+                    checkpoint.STATE_PREFIX + name, value.shape, str(value.dtype), start
+                )
+        return type(initial)(*(present[name] for name in initial._fields))
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the present scale, in at least float32.
@@ -308,3 +327,8 @@ class LossScaleOptimizer(WrapsInner):
         config = copy.deepcopy(config)  # Keras replaces what it deserialises, in place
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects)
         return cls(inner, **config)
+
+
+def _constant(value: np.ndarray, *_: Any, **__: Any) -> Tensor:
+    """An initializer; a `tf.function` that creates the variable cannot assign to it."""
+    return keras.ops.convert_to_tensor(value)

@@ -1,13 +1,15 @@
 """Loss scaling as pure functions: what the scale is, and what it becomes after a step.
 
-A *rule* is a frozen dataclass with the same four verbs for every strategy; the *state* is a
-NamedTuple of tensors. Nothing else remembers anything, so all of it works eagerly, inside `jax.jit`
-and `tf.function`, in a custom loop or in `kmp.scaled`.
+A *rule* is a frozen dataclass with the same four verbs for every strategy; its *state* is a
+NamedTuple of tensors, with whatever fields the rule needs beside `scale`. Nothing else remembers
+anything, so all of it works eagerly, inside `jax.jit` and `tf.function`, in a custom loop or in
+`kmp.scaled`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import keras
 import numpy as np
@@ -19,7 +21,7 @@ from kmp._common import check_factors, check_scales, is_number, number, scale_nu
 
 
 class ScaleState(NamedTuple):
-    """Where a loss scale stands; what `init` returns and `next` takes and returns.
+    """Where kmp's fixed and dynamic scales stand; what `init` returns, `next` takes and returns.
 
     Attributes:
         scale: float32[], what the loss is multiplied by.
@@ -42,27 +44,37 @@ class ScaleState(NamedTuple):
 class LossScale(Protocol):
     """What a loss-scaling strategy offers; write your own with these four methods.
 
+    The state is any NamedTuple of tensors or numbers that has `scale`. The optimizer keeps a
+    variable for each field, and files store it by the field's name. It counts the skipped steps in
+    a row itself, and gives that count to a field named `overflows`.
+
     Example:
 
     >>> isinstance(StaticLossScale(1024), LossScale)
     True
     """
 
-    def init(self) -> ScaleState:
-        """Return the state before the first step."""
+    def init(self) -> Any:
+        """Return the state before the first step. The dtypes of its fields stay."""
 
-    def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
-        """Next state, which must count `overflows`; with `reads_max_abs` it also gets `max_abs`."""
+    def next(self, state: Any, finite: Tensor) -> Any:
+        """Return the next state; with `reads_max_abs = True` it is given `max_abs` as well."""
 
-    def scale(self, loss: Tensor, state: ScaleState) -> Tensor:
+    def scale(self, loss: Tensor, state: Any) -> Tensor:
         """Multiply the loss."""
 
-    def unscale(self, tree: Tree, state: ScaleState) -> Tree:
+    def unscale(self, tree: Tree, state: Any) -> Tree:
         """Divide the gradients by what the loss was multiplied by."""
 
 
 class _Rule:
-    """What the strategies share: counting, multiplying, dividing, and their own serialisation."""
+    """What the strategies share: counting, multiplying, dividing, and their own serialisation.
+
+    Attributes:
+        is_fixed: whether the scale never moves.
+    """
+
+    is_fixed: ClassVar[bool] = True
 
     def next(self, state: ScaleState, finite: Tensor) -> ScaleState:
         """Count the step; the scale stays."""
@@ -208,6 +220,8 @@ class DynamicLossScale(_Rule):
     max_scale: float = 2.0**24
     hysteresis: int = 1
 
+    is_fixed: ClassVar[bool] = False
+
     def __post_init__(self):
         owner = type(self).__name__
         for name in ("initial_scale", "min_scale", "max_scale"):
@@ -237,6 +251,12 @@ class DynamicLossScale(_Rule):
         move = _moved if _operations(state, finite) is np else _moved_at_once
         return move((self.growth_factor, self.backoff_factor), limits, state, finite)
 
+    def overflow_rate(self) -> float:
+        """Return the share of steps that overflow because the scale has grown, and take it back."""
+        backoffs = math.ceil(math.log(self.growth_factor) / -math.log(self.backoff_factor))
+        backoffs += self.hysteresis - 1
+        return backoffs / (self.growth_interval + backoffs)
+
 
 def get(identifier: Any) -> LossScale:
     """Return the strategy that `loss_scale` of `kmp.scaled` names, or whose saved config it is.
@@ -261,6 +281,11 @@ def get(identifier: Any) -> LossScale:
         f"kmp.DynamicLossScale(growth_interval=500). Received: loss_scale={identifier!r} (of type "
         f'{type(identifier).__name__}). Write loss_scale="dynamic" if in doubt.'
     )
+
+
+def dynamic(rule: Any) -> DynamicLossScale | None:
+    """Return the strategy if it is kmp's dynamic one, whose settings others may read."""
+    return rule if isinstance(rule, DynamicLossScale) else None
 
 
 ON_HOST = (np.generic, np.ndarray)  # what the host has read (`torch.compile` knows no union type)

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from keras import ops
 
 from kmp._backend import backend
@@ -16,7 +17,15 @@ from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._keras.optimizer import layouts_of
 from kmp.half_memory import gradient_dtypes
 from kmp.health.measure import GradientGroup
-from kmp.health.plan import Gradients, GradientSpec, Look, MeasurePlan, look, take_sample
+from kmp.health.plan import (
+    Gradients,
+    GradientSpec,
+    Look,
+    MeasurePlan,
+    StepNumbers,
+    look,
+    take_sample,
+)
 from kmp.health.telemetry import Telemetry
 from kmp.precision.trees import cast_floats
 from kmp.scaling.inner import DroppedWindow
@@ -25,7 +34,6 @@ from kmp.scaling.rules import (
     DynamicLossScale,
     LossScale,
     NoOpLossScale,
-    ScaleState,
     StaticLossScale,
 )
 
@@ -34,17 +42,22 @@ from kmp.scaling.rules import (
 class Counters:
     """The variables that a step moves whether it is applied or skipped."""
 
-    scale: Variable  # float32[], the loss scale
-    finite_steps: Variable  # int[], the rule's counter of finite steps
-    overflows: Variable  # int32[], skipped steps in a row up to now
+    rule: Any  # the rule's state: its NamedTuple, with a variable in each field
+    consecutive_skips: Variable  # int32[], skipped steps in a row up to now
     skipped_steps: Variable  # int32[], skipped steps so far
     steps: Variable  # int[], all steps so far
     loss_nonfinite: Variable  # float32[], above 0 if the present loss is known not to be finite
 
     @property
-    def state(self) -> ScaleState:
+    def state(self) -> Any:
         """What the rule's `next` takes."""
-        return ScaleState(*backend.read(None, [self.scale, self.finite_steps, self.overflows]))
+        return type(self.rule)(*backend.read(None, list(self.rule)))
+
+    def assign_state(self, before: Any, after: Any) -> None:
+        """Write the rule's state but for `consecutive_skips`, if that is one of its fields."""
+        for variable, old, new in zip(self.rule, before, after, strict=True):
+            if variable is not self.consecutive_skips:
+                _assign(variable, old, new)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +90,22 @@ class ScaledStep:
             scaled: gradients of the scaled loss, already summed over the replicas.
             variables: one for each of them.
         """
-        specs = [self.plan.specs[place] for place in places]
+        counters, specs = self.counters, [self.plan.specs[place] for place in places]
         if any(self.plan.split):
             pairs = zip(places, scaled, strict=True)
             scaled = [x if x is None else self.plan.sharding.constrain(i, x) for i, x in pairs]
 
         def divide(scaled: list[Gradient]) -> list[Gradient]:  # each replica reads its own scale
-            return _unscaled(rule, scaled, specs, self.counters.state)
+            return _unscaled(rule, scaled, specs, counters.state)
 
         true = replicas.on_each(divide, scaled)
-        before = self.counters.state
-        step = ops.cast(ops.convert_to_tensor(self.counters.steps), "int32") + 1  # its number
+        before = StepNumbers(
+            step=ops.cast(ops.convert_to_tensor(counters.steps), "int32") + 1,
+            consecutive_skips=ops.convert_to_tensor(counters.consecutive_skips),
+            rule=counters.state,
+        )
         in_xla = backend.inside_xla()
-        traced = in_xla and not backend.is_concrete(before.scale)
+        traced = in_xla and not backend.is_concrete(before.step)
         plan = self.plan if traced else self.plan.eagerly
 
         def groups(gradients: list[Gradient]) -> list[GradientGroup]:
@@ -97,12 +113,13 @@ class ScaledStep:
 
         if traced:
             # Divide twice, here and in the update: XLA fuses both, and writes no true gradients.
-            gradients = Gradients(groups(scaled), before, functools.partial(_unscaled, rule))
+            divide_by = functools.partial(_unscaled, rule)
+            gradients = Gradients(groups(scaled), before.rule, divide_by)
         else:
             gradients = Gradients(groups(true))
         due = self.telemetry.at_start() if self.telemetry else None
-        loss_nonfinite = replicas.loss_nonfinite(self.counters.loss_nonfinite)
-        seen = look(plan, gradients, loss_nonfinite, [step, *before], due)
+        loss_nonfinite = replicas.loss_nonfinite(counters.loss_nonfinite)
+        seen = look(plan, gradients, loss_nonfinite, before, due)
         if self.telemetry and measures_details and (not seen.on_host or seen.due_details):
             seen = take_sample(plan, seen, groups(scaled), self._weights())
         applies = seen.finite
@@ -111,15 +128,14 @@ class ScaledStep:
         replicas.update_if(applies, self.inner, true, variables)
         self._record(plan, rule, seen, applies, replicas.knows_loss)
 
-    def forget_scale_of(self, before: ScaleState, nonfinite: Tensor) -> None:
+    def forget_scale_of(self, before: Any, nonfinite: Tensor) -> None:
         """If the last step's loss was `nonfinite`, bool[], undo what the step did to the scale.
 
         A lower scale cannot help then. On TensorFlow and PyTorch `scale_loss` records such a loss
         before the step; on JAX, which scales it in a pure function, call this after the step.
         """
-        after = _kept_if(nonfinite, before, self.counters.state)
-        self.counters.scale.assign(after.scale)
-        self.counters.finite_steps.assign(after.finite_steps)
+        now = self.counters.state
+        self.counters.assign_state(now, _kept_if(nonfinite, before, now))
         if self.telemetry is not None:
             self.telemetry.mark_loss(nonfinite)
 
@@ -140,8 +156,7 @@ class ScaledStep:
         self, plan: MeasurePlan, rule: LossScale, seen: Look, applied: Tensor, knows_loss: bool
     ) -> None:
         """Write the next scale, the counters and the measurements."""
-        counters, (step, *state) = self.counters, seen.numbers
-        before = ScaleState(*state)
+        counters, (step, skips, before) = self.counters, seen.before
         largest = () if seen.max_abs is None else (seen.max_abs,)
         after = _next_state(rule, before, seen.finite, *largest)
         nonfinite = ~(seen.finite | seen.loss_finite)
@@ -149,9 +164,9 @@ class ScaledStep:
             after = _kept_if(nonfinite, before, after)
         if self.telemetry and (not seen.on_host or seen.due_levels):
             self.telemetry.record(plan, seen, step, before.scale, self._weights)
-        _assign(counters.scale, before.scale, after.scale)
-        _assign(counters.finite_steps, before.finite_steps, after.finite_steps)
-        _assign(counters.overflows, before.overflows, after.overflows)
+        counters.assign_state(before, after)
+        xp = np if seen.on_host else ops
+        _assign(counters.consecutive_skips, skips, xp.where(seen.finite, 0, skips + 1))
         if self.window is not None or not (seen.on_host and seen.finite):
             counters.skipped_steps.assign_add(ops.cast(ops.logical_not(applied), "int32"))
         if seen.on_host:
@@ -169,14 +184,14 @@ class ScaledStep:
         return list(map(ops.convert_to_tensor, self.variables))
 
 
-def _next_state(rule: LossScale, state: ScaleState, finite: Tensor, *max_abs: Tensor) -> ScaleState:
+def _next_state(rule: LossScale, state: Any, finite: Tensor, *max_abs: Tensor) -> Any:
     """`rule.next`, with NumPy scalars for kmp's rules if the state is on the host.
 
     A user's rule may call the backend's operations, so it always gets tensors.
     """
     reads_host = type(rule) in (NoOpLossScale, StaticLossScale, DynamicLossScale)
     if isinstance(finite, ON_HOST) and not reads_host:
-        state, finite = ScaleState(*map(backend.constant, state)), backend.constant(finite)
+        state, finite = type(state)(*map(backend.constant, state)), backend.constant(finite)
     return rule.next(state, finite, *max_abs)
 
 
@@ -186,20 +201,16 @@ def _assign(variable: Variable, before: Tensor, after: Tensor) -> None:
         variable.assign(after)
 
 
-def _kept_if(nonfinite: Tensor, before: ScaleState, after: ScaleState) -> ScaleState:
-    """`after`, but with the scale of `before` if a loss was `nonfinite`: no scale helps then."""
-    steps = ops.minimum(before.finite_steps, after.finite_steps)
-    return after._replace(
-        scale=ops.where(nonfinite, before.scale, after.scale),
-        finite_steps=ops.where(nonfinite, steps, after.finite_steps),
-    )
+def _kept_if(nonfinite: Tensor, before: Any, after: Any) -> Any:
+    """`after`, or `before` if a loss was `nonfinite`: no scale helps then."""
+    return type(after)(*(ops.where(nonfinite, x, y) for x, y in zip(before, after, strict=True)))
 
 
 def _unscaled(
     rule: LossScale,
     scaled: list[Gradient],
     specs: Sequence[GradientSpec],
-    state: Sequence[Tensor],
+    state: Any,
 ) -> list[Gradient]:
     """The true gradients: divided by the scale that the loss was multiplied by."""
 
@@ -210,7 +221,7 @@ def _unscaled(
             return divided
         return cast_floats(divided, spec.dtype)
 
-    return list(map(true, scaled, rule.unscale(scaled, ScaleState(*state)), specs))
+    return list(map(true, scaled, rule.unscale(scaled, state), specs))
 
 
 def plan_for(

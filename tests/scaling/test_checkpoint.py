@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from oracle import few
+from oracle import few, number
 
 import kmp
 
@@ -330,7 +330,7 @@ def test_a_counter_means_nothing_to_another_rule():
     amax = kmp.scaled("sgd", kmp.AmaxLossScale())
     amax.build(of_shapes((2,)))
     amax.load_own_variables(store)
-    assert int(ops.convert_to_numpy(amax.step_counter)) == 0
+    assert int(amax.scale_state.wait) == int(amax.scale_state.zero_steps) == 0
     again = kmp.scaled("sgd", kmp.DynamicLossScale(64, growth_interval=2000))
     again.build(of_shapes((2,)))
     again.load_own_variables(store)
@@ -367,22 +367,22 @@ def test_state_may_lie_where_numpy_cannot_read_it():
 def test_a_countdown_is_no_growth_tracker():
     amax = kmp.scaled("sgd", kmp.AmaxLossScale())
     amax.build(of_shapes((2,)))
-    amax.step_counter.assign(1500)
+    amax.scaled_step.counters.rule.wait.assign(1500)
     assert amax.state()["_growth_tracker"] == 0
 
 
-def test_a_count_of_zeros_is_loaded():
-    """AmaxLossScale counts steps of zeros below 0; another rule begins anew."""
-    optimizer = kmp.scaled("sgd", kmp.AmaxLossScale(initial_scale=2.0**12))
-    optimizer.build(of_shapes((2,)))
-    optimizer.step_counter.assign(-3)
-    store = {}
-    optimizer.save_own_variables(store)
-    for rule, expected in ((kmp.AmaxLossScale(), -3), ("dynamic", 0)):
-        loaded = kmp.scaled("sgd", rule)
-        loaded.build(of_shapes((2,)))
-        loaded.load_own_variables(store)
-        assert int(ops.convert_to_numpy(loaded.step_counter)) == expected
+@pytest.mark.parametrize(("count", "wait", "zero_steps"), [(-3, 0, 3), (1500, 1500, 0)])
+def test_the_signed_count_of_kmp_0_1_is_loaded(count, wait, zero_steps):
+    """AmaxLossScale counted steps of zeros below 0, in the variable of Keras's `step_counter`."""
+    store = file_of(kmp.scaled("sgd", kmp.AmaxLossScale(initial_scale=2.0**12)), of_shapes((2,)))
+    del store["loss_scale_wait"], store["loss_scale_zero_steps"]
+    store["step_counter"] = np.int32(count)
+    loaded = kmp.scaled("sgd", kmp.AmaxLossScale())
+    loaded.build(of_shapes((2,)))
+    loaded.load_own_variables(store)
+    state = loaded.scale_state
+    assert [number(x) for x in state] == [store["dynamic_scale"], wait, zero_steps, 0]
+    assert number(loaded.step_counter) == 0
 
 
 @pytest.mark.parametrize("damage", [{"step_counter": np.int32(-7)}, {"inner_sizes": None}])

@@ -21,6 +21,7 @@ from kmp.callbacks.learning_rates import highest_rate, weight_decay
 from kmp.callbacks.verdict.states import Limits
 from kmp.health.report import GradientReport, OverflowEvent
 from kmp.precision.trees import is_float
+from kmp.scaling.rules import DynamicLossScale, dynamic
 
 _EPSILON_OF_TORCH = 1e-5  # of its batch normalizations, by default
 
@@ -149,6 +150,16 @@ class Observation:
     def is_epoch_end(self) -> bool:
         """Whether an epoch has ended. All state is read then, which is too large otherwise."""
         return self.losses is not None
+
+    @property
+    def dynamic(self) -> DynamicLossScale | None:
+        """The loss-scaling strategy if it is kmp's dynamic one."""
+        return dynamic(self.rule)
+
+    @property
+    def scale_is_fixed(self) -> bool:
+        """Whether the loss scale never moves."""
+        return getattr(self.rule, "is_fixed", False)
 
     @functools.cached_property
     def steps(self) -> int:

@@ -1,8 +1,6 @@
 """Detectors of overflows: at the scale's floor, in every step, too often, and at the beginning."""
 
 import collections
-import math
-from typing import Any
 
 from kmp.callbacks.verdict.detector import Detector
 from kmp.callbacks.verdict.large_steps import GradientSize
@@ -10,7 +8,7 @@ from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
 from kmp.health.telemetry import FIRST_STEPS, NUM_EVENTS
-from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
+from kmp.scaling.rules import NoOpLossScale
 
 _IN_A_ROW = 20  # overflows: from 2**15, the scale has sunk below 1
 _NOTHING_APPLIED = 30  # steps of an epoch that was skipped as a whole
@@ -33,9 +31,7 @@ class Collapsed(Detector):
     """
 
     def see(self, look: Observation) -> Verdict | None:
-        report, rule = look.report, look.rule
-        is_dynamic = isinstance(rule, DynamicLossScale)
-        is_fixed = isinstance(rule, StaticLossScale | NoOpLossScale)
+        report = look.report
         if not (look.events and self._is_exhausted(look)):
             return None
         return Verdict(
@@ -43,7 +39,7 @@ class Collapsed(Detector):
             look.events[0].first_variable,
             f"{report.consecutive_skips} steps in a row overflowed at a loss scale of "
             f"{report.loss_scale:g}"
-            + (", its floor" if is_dynamic else ", which is fixed" if is_fixed else "")
+            + (", its floor" if look.dynamic else ", which is fixed" if look.scale_is_fixed else "")
             if look.in_float16
             else f"the gradients of {report.consecutive_skips} steps in a row held inf or NaN, "
             "though the loss was finite",
@@ -51,11 +47,11 @@ class Collapsed(Detector):
         )
 
     def _is_exhausted(self, look: Observation) -> bool:
-        report, rule = look.report, look.rule
-        searches = not isinstance(rule, StaticLossScale | NoOpLossScale) and look.in_float16
-        if searches and isinstance(rule, DynamicLossScale):
-            return report.consecutive_skips >= 2 and report.loss_scale <= rule.min_scale
-        enough = _IN_A_ROW if isinstance(rule, DynamicLossScale) else 10
+        report, dynamic = look.report, look.dynamic
+        searches = not look.scale_is_fixed and look.in_float16
+        if searches and dynamic:
+            return report.consecutive_skips >= 2 and report.loss_scale <= dynamic.min_scale
+        enough = _IN_A_ROW if dynamic else 10
         if look.is_epoch_end and not searches:
             enough = min(enough, max(2, look.steps))
         return report.consecutive_skips >= enough
@@ -100,7 +96,7 @@ def _is_early(look: Observation) -> bool:
     """Whether a dynamic scale may still be on its way to where it belongs."""
     events, step = look.events, look.report.step
     early = events and events[-1].step <= FIRST_STEPS and step <= 2 * FIRST_STEPS
-    return bool(early) and isinstance(look.rule, DynamicLossScale)
+    return bool(early and look.dynamic)
 
 
 class Calibrating(Detector):
@@ -129,17 +125,17 @@ class OverflowRate(Detector):
         self._past.clear()
 
     def see(self, look: Observation) -> Verdict | None:
-        report, rule = look.report, look.rule
+        report = look.report
         self._size.see(look)
         if not self._past and look.fit_start and look.fit_start.step:
             self._past.append(look.fit_start)
         settled = self._settled(report.step)
         self._past.append(report)
         steps = skips = 0
-        if settled or not isinstance(rule, DynamicLossScale):
+        if settled or not look.dynamic:
             steps = report.step - (settled.step if settled else 0)
             skips = report.skipped_steps - (settled.skipped_steps if settled else 0)
-        expected = _own_rate(rule)
+        expected = look.dynamic.overflow_rate() if look.dynamic else 0.0
         rate = max(look.limits.max_overflow_rate, min(5 * expected, (1 + expected) / 2))
         if skips < _OFTEN or skips <= rate * steps:
             return None
@@ -169,7 +165,7 @@ class LostAtFloor(Detector):
 
     def see(self, look: Observation) -> Verdict | None:
         self._size.see(look)
-        floor, report = getattr(look.rule, "min_scale", 0.0), look.report
+        floor, report = look.dynamic.min_scale if look.dynamic else 0.0, look.report
         at_floor = [x for x in report.events if x.loss_finite and x.loss_scale <= floor]
         lost = [x for x in at_floor if x.step > FIRST_STEPS]
         is_now = lost and lost[0] in look.events
@@ -192,25 +188,16 @@ def _advice(look: Observation, floor: str = "") -> str:
         look: at the run.
         floor: what a higher floor of a dynamic scale is good for if no scale holds the gradients.
     """
-    rule, in_float16 = look.rule, look.in_float16
-    if isinstance(rule, DynamicLossScale) and in_float16:
+    in_float16 = look.in_float16
+    if look.dynamic and in_float16:
         return (
             f"{_LOCATE}, and a loss scale if one can hold it: write "
             f"kmp.DynamicLossScale(initial_scale=...) with that number.{floor}"
         )
-    if isinstance(rule, DynamicLossScale | NoOpLossScale) and not in_float16:
+    if (look.dynamic or look.rule == NoOpLossScale()) and not in_float16:
         return (
             "No layer's policy computes in float16: unless code of your own casts to it, no loss "
             f"scale helps, and {_LOCATE}."
         )
     other = "dynamic" if in_float16 else "none"
     return f'Write loss_scale="{other}". If it overflows still, {_LOCATE}.'
-
-
-def _own_rate(rule: Any) -> float:
-    """The share of steps that overflow because the scale has grown: each growth is taken back."""
-    if not isinstance(rule, DynamicLossScale):
-        return 0.0
-    backoffs = math.ceil(math.log(rule.growth_factor) / -math.log(rule.backoff_factor))
-    backoffs += rule.hysteresis - 1
-    return backoffs / (rule.growth_interval + backoffs)

@@ -9,8 +9,7 @@ from kmp.callbacks.verdict.detector import Detector
 from kmp.callbacks.verdict.observation import Observation, significant
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
-from kmp.scaling.amax import AmaxLossScale
-from kmp.scaling.rules import DynamicLossScale
+from kmp.scaling.rules import DynamicLossScale, dynamic
 
 _APART = 8  # bits between the gradients of a batch and those of the usual batches
 _LEAST = 2.0  # bits: so that a scale of twice as much leaves one
@@ -63,13 +62,14 @@ class Underflow(Detector):
 def _higher_scale(report: GradientReport, rule: Any) -> str:
     """What to do for a higher scale: nothing that is set already."""
     all_zero = not math.isfinite(report.headroom_bits)
-    if isinstance(rule, AmaxLossScale) and rule.headroom_bits > 1 and not all_zero:
-        return f"Write kmp.AmaxLossScale(headroom_bits=1); it is {rule.headroom_bits:g} now."
+    headroom = getattr(rule, "headroom_bits", 0)  # of AmaxLossScale
+    if headroom > 1 and not all_zero:
+        return f"Write kmp.AmaxLossScale(headroom_bits=1); it is {headroom:g} now."
     room = math.log2(report.loss_scale) + report.headroom_bits - 1
     exponent = round(math.log2(_USUAL)) if all_zero else min(math.floor(room), _MOST)
     advice = f'Write loss_scale="dynamic", or loss_scale=2.0**{exponent}.'
-    if isinstance(rule, DynamicLossScale):
-        advice = _for_dynamic(report, rule, exponent)
+    if found := dynamic(rule):
+        advice = _for_dynamic(report, found, exponent)
     flat = " If they are zero in float32 too, the loss does not depend on the weights."
     return advice + (flat if all_zero else "")
 
