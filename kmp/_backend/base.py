@@ -182,20 +182,19 @@ class Backend(abc.ABC):
     # ---- The step ------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def read_flags(
-        self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
-    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """Turn counts into the flags that the rest of the step acts on.
+    def read_numbers(
+        self, measured: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the numbers that the rest of the step acts on, all read in one transfer.
 
         Args:
-            number: float32[] or int32[], above 0 if a gradient is not finite.
-            loss_nonfinite: float32[], above 0 if the loss is known not to be finite.
-            *others: float32 and int32 tensors that are read in the same transfer.
+            measured: float32 and int32 tensors that are computed from all gradients. XLA is kept
+                from computing them again for each update.
+            others: float32 and int32 tensors.
 
         Returns:
-            bool[], whether the gradients are finite; bool[], whether the loss is; and the others.
-            In a compiled step these are tensors. In an eager one they are NumPy values, so that the
-            step may branch on them.
+            Both. In a compiled step these are tensors. In an eager one they are NumPy values, so
+            that the step may branch on them.
         """
 
     def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:

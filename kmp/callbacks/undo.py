@@ -27,6 +27,7 @@ class _Kept(NamedTuple):
         sums: their values.
         counter: int[] or float[], what tells a skipped step; see `_skip_counter`.
         nonfinite_losses: int32[], the tracker's.
+        spikes: int32[], steps left out as spikes, if the optimizer leaves out any.
         scale: the state of the loss scale, if the optimizer must be told of the loss.
     """
 
@@ -36,6 +37,7 @@ class _Kept(NamedTuple):
     sums: list[list[Tensor]]
     counter: Tensor
     nonfinite_losses: Tensor
+    spikes: Tensor | None
     scale: Any
 
 
@@ -62,9 +64,10 @@ def protected_step(
         state = _undone_by_a_skip(model, tracker)
         variables = [v for v in state if not isinstance(v, Buffer) or v.key not in idle]
         averages = _averages(model, tracker)
-        counters = [_skip_counter(optimizer), tracker.nonfinite_losses]
-        all_of_them = [*counters, *variables, *(v for average in averages for v in average)]
-        counter, losses, *values = backend.copied_values(all_of_them)
+        counters = [_skip_counter(optimizer), tracker.nonfinite_losses, *_spike_counter(optimizer)]
+        everything = [*counters, *variables, *(v for average in averages for v in average)]
+        values = backend.copied_values(everything)
+        (counter, losses, *spikes), values = values[: len(counters)], values[len(counters) :]
         sums = iter(values[len(variables) :])
         return _Kept(
             variables=variables,
@@ -73,6 +76,7 @@ def protected_step(
             sums=[[next(sums) for _ in average] for average in averages],
             counter=counter,
             nonfinite_losses=losses,
+            spikes=spikes[0] if spikes else None,
             scale=optimizer.scaled_step.counters.state if told_late else None,
         )
 
@@ -86,7 +90,7 @@ def protected_step(
         variables, values = [v for v, _ in pairs], [x for _, x in pairs]
         backend.restore_unless(applied, variables, values)
         nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
-        _restore_averages(kept, applied, nonfinite)
+        _restore_averages(kept, applied, _is_lost(optimizer, kept, nonfinite))
         if kept.scale is not None:
             nonfinite = ops.logical_and(ops.logical_not(applied), nonfinite)
             optimizer.scaled_step.forget_scale_of(kept.scale, nonfinite)
@@ -113,16 +117,23 @@ def _tracked_step(
     return tracked
 
 
-def _restore_averages(kept: _Kept, applied: Tensor, nonfinite: Tensor) -> None:
+def _is_lost(optimizer: Any, kept: _Kept, nonfinite: Tensor) -> Tensor:
+    """bool[]: whether a step counts in no average: its loss is `nonfinite`, or it was a spike."""
+    for counter in _spike_counter(optimizer):
+        return ops.logical_or(nonfinite, ops.greater(counter.value, kept.spikes))
+    return nonfinite
+
+
+def _restore_averages(kept: _Kept, applied: Tensor, lost_step: Tensor) -> None:
     """Give the averages their old values back that a skipped step has made inf or NaN.
 
     Args:
         kept: what was known before the step.
         applied: bool[], whether the step was applied.
-        nonfinite: bool[], whether its loss was not finite, which takes all averages back.
+        lost_step: bool[], whether it counts in none of them, if it was not.
     """
     for average, sums in zip(kept.averages, kept.sums, strict=True):
-        lost = ops.logical_or(nonfinite, _became_nonfinite(average, sums))
+        lost = ops.logical_or(lost_step, _became_nonfinite(average, sums))
         counts = ops.logical_or(applied, ops.logical_not(lost))
         backend.restore_unless(counts, average, sums)
 
@@ -130,6 +141,12 @@ def _restore_averages(kept: _Kept, applied: Tensor, nonfinite: Tensor) -> None:
 def _skip_counter(optimizer: Any) -> Variable:
     """What a skipped step increments; with Keras's own optimizer, the scale, which it halves."""
     return optimizer.skipped_steps if _is_kmps(optimizer) else optimizer.dynamic_scale
+
+
+def _spike_counter(optimizer: Any) -> list[Variable]:
+    """What counts the steps that were left out as spikes, if the optimizer leaves out any."""
+    spikes = getattr(optimizer, "skipped_spikes", None)
+    return [] if spikes is None else [spikes]
 
 
 def _was_skipped(optimizer: Any, before: Tensor) -> Tensor:
@@ -169,8 +186,8 @@ def _undone_by_a_skip(model: Any, tracker: LossTracker) -> list[Variable]:
 def _averages(model: Any, tracker: LossTracker) -> list[list[Variable]]:
     """The variables of each average of the epoch, of the loss and of each metric.
 
-    They leave out what a skipped step makes inf or NaN, and the whole step if its loss is. A
-    skipped step with a finite loss counts as it does in `evaluate`.
+    They leave out what a skipped step makes inf or NaN, and the whole step if its loss is, or if it
+    was left out as a spike. An overflow with a finite loss counts as it does in `evaluate`.
     """
     metrics = [tracker.mean if metric is tracker else metric for metric in metrics_of(model)]
     return [list(metric.variables) for metric in metrics]

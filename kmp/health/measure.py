@@ -202,6 +202,22 @@ def _levels(sums: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
 
 
 @backend.compiled
+def global_norm(levels: Tensor) -> Tensor:
+    """float32[]: the l2 norm of all gradients together, at most the largest float32.
+
+    Example:
+
+    >>> float(global_norm(ops.array([[3.0, 2, 0, 0], [4.0, 4, 0, 0]])))
+    5.0
+    """
+    norms = levels[:, L2_NORM]
+    # Where the squares underflow, the largest of the norms is what is left of them.
+    squares, largest = backend.reduce_columns((ops.square(norms), norms), (0,))
+    norm = ops.maximum(ops.sqrt(squares), largest)
+    return ops.minimum(norm, np.finfo("float32").max)
+
+
+@backend.compiled
 def nonfinite_of(levels: Tensor) -> Tensor:
     """float32[num_variables]: how many numbers of each gradient are not finite."""
     return levels[:, NONFINITE]
@@ -254,3 +270,17 @@ def blame(nonfinite: Tensor) -> tuple[Tensor, Tensor]:
     """
     bad = ops.cast(nonfinite > 0, "int32")
     return backend.reduce_columns((bad, bad * ops.arange(bad.shape[0], dtype="int32")), (0,))
+
+
+@backend.compiled
+def blame_for_spike(norms: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """int32[] and float32[]: whose gradient has grown most, and how many times as large it is.
+
+    Args:
+        norms: float32[num_variables], of the step's gradients.
+        before: float32[num_variables], of the last step that was measured. One that is less than a
+            thousandth of the largest counts as that: any gradient is many times one that was 0.
+    """
+    growth = norms / ops.maximum(before, ops.maximum(ops.max(before) * 1e-3, 1e-30))
+    index = ops.argmax(growth)
+    return ops.cast(index, "int32"), ops.max(growth)

@@ -63,16 +63,19 @@ class StepNumbers(NamedTuple):
     step: Tensor  # int32[], its number, counted from 1
     consecutive_skips: Tensor  # int32[], how many steps right before it were skipped
     rule: Any  # the state of the loss-scaling rule, a NamedTuple
+    peak: Any = ()  # the state of the rule that leaves out spikes, a NamedTuple
 
     def filled(self, tensors: Sequence[Tensor]) -> "StepNumbers":
         """The same with these tensors, from `tensors`."""
-        step, consecutive_skips, *rule = tensors
-        return StepNumbers(step, consecutive_skips, type(self.rule)(*rule))
+        step, consecutive_skips, *states = tensors
+        rule, peak = states[: len(self.rule)], states[len(self.rule) :]
+        filled_peak = type(self.peak)(*peak) if peak else ()
+        return StepNumbers(step, consecutive_skips, type(self.rule)(*rule), filled_peak)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of them in one list."""
-        return [self.step, self.consecutive_skips, *self.rule]
+        return [self.step, self.consecutive_skips, *self.rule, *self.peak]
 
 
 class Look(NamedTuple):
@@ -83,7 +86,10 @@ class Look(NamedTuple):
     before: StepNumbers  # on the host if the flags are
     nonfinite: Tensor  # float32[num_variables], above 0 where a gradient is not finite
     blamed: tuple[Tensor, Tensor] | None  # from `measure.blame`; None if nobody has asked yet
-    max_abs: Tensor | None = None  # float32[], the largest true gradient, if the plan asks for it
+    # Of the gradients of this step, if the plan asks for them in every step:
+    max_abs: Tensor | None = None  # float32[], the largest true gradient
+    norm: Tensor | None = None  # float32[], the norm of all true gradients
+    norms: Tensor | None = None  # float32[num_variables], of each
     # None if nothing is measured:
     due_levels: Tensor | None = None  # bool[], whether this step measures levels
     due_details: Tensor | None = None  # bool[], whether this step measures details
@@ -101,7 +107,7 @@ class MeasurePlan:
     specs: tuple[GradientSpec, ...]  # of each variable. Only gradients of one spec are stacked
     sharding: Sharding  # how the variables lie on the devices
     levels: bool  # whether the levels of all gradients are measured
-    max_abs: bool  # whether the loss-scaling rule needs the largest gradient of every step
+    every_step: bool  # whether a rule needs the levels of every step
     sizes: tuple[int, ...] = dataclasses.field(init=False)  # each variable's number of elements
     # Whether it is split over devices. Its gradient is then not stacked with others
     split: tuple[bool, ...] = dataclasses.field(init=False)
@@ -146,7 +152,7 @@ class MeasurePlan:
     def is_checked_with_levels(self, group: GradientGroup, way: _Way) -> bool:
         """Tell whether every step measures the levels of a group."""
         small, large = way.with_the_check
-        return self.max_abs or (self.levels and (small if group.stacked else large))
+        return self.every_step or (self.levels and (small if group.stacked else large))
 
 
 class Gradients(NamedTuple):
@@ -203,14 +209,20 @@ def look(
     # Outside XLA only overflowing steps compute which variable is to blame.
     blamed = measure.blame(nonfinite) if gradients.divide else None
     (number,) = blamed[:1] if blamed else backend.reduce_columns((nonfinite,), (0,))
-    sampling = [due.sampling] if due else []
-    counters = before.tensors
-    finite, loss_finite, read = backend.read_flags(number, loss_nonfinite, *counters, *sampling)
+    sampling, counters = [due.sampling] if due else [], before.tensors
+    measured = [number]
+    if plan.every_step:
+        levels = plan.of_gradients(levels)
+        measured.append(measure.global_norm(levels))
+    others = [loss_nonfinite, *counters, *sampling]
+    (number, *norm), (loss_nonfinite, *read) = backend.read_numbers(measured, others)
+    finite, loss_finite = number == 0, loss_nonfinite == 0
     before = before.filled(read[: len(counters)])
-    on_host, largest = isinstance(finite, np.bool_), None
-    if plan.max_abs:
-        largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
-    seen = Look(finite, loss_finite, before, nonfinite, blamed, largest, on_host=on_host)
+    on_host = isinstance(finite, np.bool_)
+    seen = Look(finite, loss_finite, before, nonfinite, blamed, on_host=on_host)
+    if plan.every_step:
+        largest = ops.max(levels[:, measure.MAX_ABS], initial=0)
+        seen = seen._replace(max_abs=largest, norm=norm[0], norms=levels[:, measure.L2_NORM])
     if due is None:
         return seen
     due_levels, due_details = due.flags(before.step, before.consecutive_skips, read[-1])

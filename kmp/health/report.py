@@ -46,6 +46,30 @@ class OverflowEvent:
     loss_finite: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class SpikeEvent:
+    """One step that was left out as a spike: its gradients were finite, and far larger than lately.
+
+    Attributes:
+        step: the number of the step, counted from 1.
+        norm: the l2 norm of all its gradients, in true units.
+        limit: the largest norm that would not have been a spike.
+        variable: path of the variable whose gradient had grown most since it was measured last.
+        growth: how many times as large its norm was.
+
+    Example:
+
+    >>> SpikeEvent(700, 1400.0, 10.0, "dense/kernel", 1500.0).norm
+    1400.0
+    """
+
+    step: int
+    norm: float
+    limit: float
+    variable: str
+    growth: float
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradientReport:
     """The measurements of an optimizer, on the host.
@@ -60,7 +84,7 @@ class GradientReport:
             `nonfinite` (number of values) and `overflow_steps`.
         loss_scale: the scale that the next step will use.
         step: training steps so far, including skipped ones.
-        skipped_steps: steps so far whose update was skipped because of an overflow.
+        skipped_steps: steps so far whose update was skipped: overflows, and with `spikes=` spikes.
         consecutive_skips: how many of the latest steps were skipped in a row.
         events: the last 16 overflows, the latest first.
         measured_step: the step that the levels belong to; None if unknown.
@@ -68,6 +92,10 @@ class GradientReport:
             `GradientHealth` or `optimizer.sample_gradients` asked for them.
         loss_is_scaled: False if gradients were divided by a loss scale that nothing has read, so
             that the loss cannot have been multiplied by it.
+        skipped_spikes: steps so far that were left out as spikes; None if none are.
+        spikes: the last 16 of them, the latest first.
+        spike_limit: the largest norm of the next step's gradients that is no spike; None if no step
+            can be one now.
 
     Example:
 
@@ -87,6 +115,9 @@ class GradientReport:
     measured_step: int | None = None
     details: np.ndarray | None = None
     loss_is_scaled: bool = True
+    skipped_spikes: int | None = None
+    spikes: tuple[SpikeEvent, ...] = ()
+    spike_limit: float | None = None
 
     def column(self, name: str) -> dict[str, float]:
         """Return a column of `matrix`, such as `"max_abs"`, as `{variable path: value}`."""
@@ -237,8 +268,13 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
     kept = optimizer.telemetry
     counters = [optimizer.steps, optimizer.skipped_steps, optimizer.consecutive_skips]
     tables = [kept.sampling, kept.health, kept.events, kept.details]
-    values = transfer(backend.read(model, [optimizer.scale_variable, *counters, *tables]))
-    scale, step, skipped, in_a_row, sampling, matrix, events, details = values
+    of_spikes = []
+    if optimizer.spikes is not None:
+        peak = optimizer.scaled_step.counters.peak
+        of_spikes = [optimizer.skipped_spikes, kept.spikes, *peak]
+    everything = [optimizer.scale_variable, *counters, *tables, *of_spikes]
+    values = transfer(backend.read(model, everything))
+    scale, step, skipped, in_a_row, sampling, matrix, events, details, *of_spikes = values
     measured_step, details_step = sampling.tolist()[2:]
     paths, step_scales = optimizer.variable_paths, optimizer.step_scales_loss
     is_scaled = optimizer.scale_was_read if step_scales is None else step_scales
@@ -258,7 +294,23 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
         measured_step=measured_step,
         details=details if details_step else None,
         loss_is_scaled=is_scaled or not optimizer.divides_gradients,
+        **(_spikes(optimizer, of_spikes) if of_spikes else {}),
     )
+
+
+def _spikes(optimizer: Any, values: Sequence[np.ndarray]) -> dict[str, Any]:
+    """What a report says of spikes, as its arguments."""
+    count, events, *peak = values
+    limit = float(optimizer.spikes.limit(type(optimizer.scaled_step.counters.peak)(*peak)))
+    return {
+        "skipped_spikes": int(count),
+        "spikes": tuple(
+            SpikeEvent(int(step), norm, limit, optimizer.variable_paths[int(variable)], growth)
+            for step, norm, limit, variable, growth in events.tolist()
+            if step
+        ),
+        "spike_limit": limit if math.isfinite(limit) else None,
+    }
 
 
 def transfer(values: Sequence[Tensor]) -> list[np.ndarray]:

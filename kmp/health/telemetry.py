@@ -24,6 +24,9 @@ OVERFLOW_STEPS = len(LEVELS)
 EVENT_COLUMNS = ("step", "loss_scale", "first_variable", "num_variables", "loss_finite")
 NUM_EVENTS = 16
 
+# The same of the steps that were left out as spikes; `variable` is the one to blame.
+SPIKE_COLUMNS = ("step", "norm", "limit", "variable", "growth")
+
 # Levels are measured in each of the first steps, while the loss scale settles, in every
 # overflowing step and the one after it, and otherwise at an interval: that of a callback, or this.
 FIRST_STEPS = 100
@@ -38,15 +41,21 @@ class Telemetry:
         add: creates a variable of the optimizer, given its name, shape and dtype.
         rows: how many variables the optimizer updates.
         sampling: the interval and the further step to measure, until `sample` sets others.
+        spikes: whether steps are left out as spikes.
     """
 
     def __init__(
-        self, add: Callable[..., Variable], rows: int, sampling: tuple[int, int] = NO_SAMPLING
+        self,
+        add: Callable[..., Variable],
+        rows: int,
+        sampling: tuple[int, int] = NO_SAMPLING,
+        spikes: bool = False,
     ):
         self.health = add("gradient_health", (rows, len(COLUMNS)))
         # Columns as in `details.COLUMNS`, then the counts of the exponents.
         self.details = add("gradient_details", (rows, len(details.COLUMNS) + details.BINS))
         self.events = add("overflow_events", (NUM_EVENTS, len(EVENT_COLUMNS)))
+        self.spikes = add("spike_events", (NUM_EVENTS, len(SPIKE_COLUMNS))) if spikes else None
         # See `due`. In a `tf.function` that creates them, variables cannot be assigned to.
         self.sampling = add("sampling", (4,), "int32", lambda *_, **__: _as_tensor(*sampling, 0, 0))
 
@@ -92,6 +101,32 @@ class Telemetry:
             self._record_details(plan, seen, weights())
         sampling = ops.convert_to_tensor(self.sampling)
         self.sampling.assign(sampled(sampling, step, seen.due_levels, due_details))
+
+    def record_spike(self, seen: Look, spike: Tensor, limit: Tensor) -> Look:
+        """Write down a step that is left out as a spike, and keep its levels out of `health`.
+
+        Args:
+            seen: from `kmp.health.plan.look`, with levels.
+            spike: bool[], whether the step is one.
+            limit: float32[], the largest norm that would have been none.
+
+        Returns:
+            `seen` with the levels that are to be written down.
+        """
+        assert self.spikes is not None
+        levels = ops.convert_to_tensor(self.health)[:, : len(LEVELS)]
+        if not (seen.on_host and not spike):
+            blamed = measure.blame_for_spike(seen.norms, levels[:, measure.L2_NORM])
+            row = [seen.before.step, seen.norm, limit, *blamed]
+            events = ops.convert_to_tensor(self.spikes)
+            self.spikes.assign(add_spike(events, spike, row))
+        if seen.levels is None:
+            return seen
+        return seen._replace(
+            levels=ops.where(spike, levels, seen.levels),
+            due_levels=seen.due_levels & ~spike,
+            due_details=seen.due_details & ~spike,
+        )
 
     def mark_loss(self, nonfinite: Tensor) -> None:
         """Note for the last overflow that its loss was not finite, if `nonfinite`, a bool[]."""
@@ -167,6 +202,13 @@ def add_event(
     row = [step, scale, index, number, loss_finite]
     new = ops.stack([ops.cast(x, "float32") for x in row])[None]
     return ops.where(number > 0, ops.concatenate([new, events[:-1]]), events)
+
+
+@backend.compiled
+def add_spike(events: Tensor, spike: Tensor, row: Sequence[Tensor]) -> Tensor:
+    """float32[16, 5]: the events, with `row` in front of them if `spike`."""
+    new = ops.stack([ops.cast(x, "float32") for x in row])[None]
+    return ops.where(spike, ops.concatenate([new, events[:-1]]), events)
 
 
 @backend.compiled

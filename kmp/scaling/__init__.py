@@ -15,6 +15,7 @@ from kmp.scaling.rules import (
     ScaleState,
     StaticLossScale,
 )
+from kmp.scaling.spikes import SkipSpikes
 
 __all__ = [
     "AmaxLossScale",
@@ -23,6 +24,7 @@ __all__ = [
     "LossScaleOptimizer",
     "NoOpLossScale",
     "ScaleState",
+    "SkipSpikes",
     "StaticLossScale",
     "all_finite",
     "max_abs",
@@ -39,6 +41,7 @@ def scaled(
     rounding: str = "stochastic",
     slot_dtype: str | None = None,
     master_weights: bool = False,
+    spikes: Any = None,
     **optimizer_arguments,
 ) -> LossScaleOptimizer:
     """Wrap an optimizer in loss scaling, ready for `model.compile`.
@@ -47,7 +50,7 @@ def scaled(
         optimizer: a `keras.optimizers.Optimizer` class, instance, name or config.
         loss_scale: `"dynamic"`, `"none"`, a positive number (static), or a strategy such as
             `kmp.DynamicLossScale(growth_interval=500)`.
-        on_overflow, rounding, slot_dtype, master_weights: see `kmp.LossScaleOptimizer`.
+        on_overflow, rounding, slot_dtype, master_weights, spikes: see `kmp.LossScaleOptimizer`.
         **optimizer_arguments: what the optimizer's constructor takes, with a class or a name.
 
     Returns:
@@ -70,6 +73,7 @@ def scaled(
         rounding=rounding,
         slot_dtype=slot_dtype,
         master_weights=master_weights,
+        spikes=spikes,
     )
 
 

@@ -19,6 +19,8 @@ from kmp.health.telemetry import NO_SAMPLING, Telemetry
 from kmp.precision.trees import all_finite
 from kmp.scaling import arguments, checkpoint
 from kmp.scaling.inner import ON_OVERFLOW, DroppedWindow, WrapsInner
+from kmp.scaling.spikes import PeakState
+from kmp.scaling.spikes import get as get_spikes
 from kmp.scaling.step import Counters, ScaledStep, plan_for
 
 
@@ -53,11 +55,14 @@ class LossScaleOptimizer(WrapsInner):
             `"stochastic"`, or `"nearest"`, which loses the smallest updates.
         slot_dtype: `"bfloat16"`, `"float32"`, or None: that of the variable, float32 for float16.
         master_weights: bool, whether to keep and update float32 copies of half-precision weights.
+        spikes: None, `"skip"` or `kmp.SkipSpikes(...)`: whether to leave out a step whose gradients
+            are finite, and far larger than the largest lately.
         **kwargs: settings from old Keras configs; only their default values are accepted.
 
     Attributes:
         step_counter: int[], finite steps since the scale changed, if the strategy counts them.
-        skipped_steps: int32[], steps so far that were skipped.
+        skipped_steps: int32[], steps so far that were skipped, as overflows or spikes.
+        skipped_spikes: int32[], steps so far that were left out as spikes; None without `spikes`.
         consecutive_skips: int32[], skipped steps in a row up to now.
         variable_paths: the path of the variable in each row of the measurements.
         measures_details: bool, whether steps compiled from now on measure weights and updates.
@@ -97,13 +102,14 @@ class LossScaleOptimizer(WrapsInner):
         rounding: str = "stochastic",
         slot_dtype: str | None = None,
         master_weights: bool = False,
+        spikes: Any = None,
         **kwargs: Any,
     ):
         rule = arguments.choose_rule(loss_scale, initial_scale, dynamic_growth_steps)
         inner_optimizer = arguments.checked_inner(inner_optimizer)
         state = arguments.checked_state(rule)
         super().__init__(inner_optimizer, float(state.scale), name=name, **kwargs)
-        self.loss_scale = rule
+        self.loss_scale, self.spikes = rule, get_spikes(spikes)
         # Not the state itself: TensorFlow's tracking replaces tuples that are set.
         kind: Callable[..., Any] = type(state)
         self._initial_state = functools.partial(kind, *state)
@@ -118,6 +124,7 @@ class LossScaleOptimizer(WrapsInner):
         self.first_sampling = NO_SAMPLING
         self.telemetry: Telemetry | None = None
         self.window: DroppedWindow | None = None
+        self.skipped_spikes: Variable | None = None
 
     @property
     def dynamic_scale(self) -> Variable:
@@ -167,21 +174,39 @@ class LossScaleOptimizer(WrapsInner):
         self.variable_paths = tuple(getattr(v, "path", v.name) for v in var_list)
         self.skipped_steps = self.add_counter("skipped_steps", dtype="int32")
         self.consecutive_skips = self.add_counter("consecutive_skips", dtype="int32")
+        peak: Any = ()
+        if self.spikes is not None:
+            self.skipped_spikes = self.add_counter("skipped_spikes", dtype="int32")
+            peak = PeakState(
+                peak=self.add_counter("spike_peak"),
+                norms=self.add_counter("spike_norms", dtype="int32"),
+                spent=self.add_counter("spike_spent", dtype="int32"),
+            )
         counters = Counters(
             rule=self._add_state(),
+            peak=peak,
+            spikes=self.skipped_spikes,
             consecutive_skips=self.consecutive_skips,
             skipped_steps=self.skipped_steps,
             steps=self.steps,
             loss_nonfinite=self.add_counter("loss_nonfinite"),
         )
         if self.measure_gradients:
-            self.telemetry = Telemetry(self.add_counter, len(var_list), self.first_sampling)
+            self.telemetry = Telemetry(
+                self.add_counter, len(var_list), self.first_sampling, self.spikes is not None
+            )
         if self.on_overflow == "drop_window" and self.gradient_accumulation_steps:
             self.window = DroppedWindow(self.inner_optimizer, self.add_counter)
-        max_abs = getattr(self.loss_scale, "reads_max_abs", False)
-        plan = plan_for(var_list, self.inner_optimizer, self.measure_gradients, max_abs)
+        every_step = self.spikes is not None or getattr(self.loss_scale, "reads_max_abs", False)
+        plan = plan_for(var_list, self.inner_optimizer, self.measure_gradients, every_step)
         self.scaled_step = ScaledStep(
-            self.inner_optimizer, var_list, plan, counters, self.telemetry, self.window
+            self.inner_optimizer,
+            var_list,
+            plan,
+            counters,
+            self.telemetry,
+            self.window,
+            self.spikes,
         )
 
     def _add_state(self) -> Any:
@@ -319,6 +344,7 @@ class LossScaleOptimizer(WrapsInner):
             "loss_scale": keras.saving.serialize_keras_object(self.loss_scale),
             "on_overflow": self.on_overflow,
             "measure_gradients": self.measure_gradients,
+            "spikes": self.spikes and keras.saving.serialize_keras_object(self.spikes),
             **dataclasses.asdict(self.half_memory),
         }
 

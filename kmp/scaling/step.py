@@ -36,6 +36,7 @@ from kmp.scaling.rules import (
     NoOpLossScale,
     StaticLossScale,
 )
+from kmp.scaling.spikes import SkipSpikes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Counters:
     """The variables that a step moves whether it is applied or skipped."""
 
     rule: Any  # the rule's state: its NamedTuple, with a variable in each field
+    peak: Any  # the same of the rule that leaves out spikes; () if there is none
+    spikes: Variable | None  # int32[], steps left out as spikes so far
     consecutive_skips: Variable  # int32[], skipped steps in a row up to now
     skipped_steps: Variable  # int32[], skipped steps so far
     steps: Variable  # int[], all steps so far
@@ -51,7 +54,16 @@ class Counters:
     @property
     def state(self) -> Any:
         """What the rule's `next` takes."""
-        return type(self.rule)(*backend.read(None, list(self.rule)))
+        return _read(self.rule)
+
+    def numbers(self) -> StepNumbers:
+        """What the step that now begins reads of them."""
+        return StepNumbers(
+            step=ops.cast(ops.convert_to_tensor(self.steps), "int32") + 1,
+            consecutive_skips=ops.convert_to_tensor(self.consecutive_skips),
+            rule=self.state,
+            peak=_read(self.peak),
+        )
 
     def assign_state(self, before: Any, after: Any) -> None:
         """Write the rule's state but for `consecutive_skips`, if that is one of its fields."""
@@ -70,6 +82,7 @@ class ScaledStep:
     counters: Counters
     telemetry: Telemetry | None  # the measurements; None if nothing is measured
     window: DroppedWindow | None  # what an overflow discards beside its micro-batch, if anything
+    spikes: SkipSpikes | None  # the rule that leaves out spikes, if any
 
     def run(
         self,
@@ -99,11 +112,7 @@ class ScaledStep:
             return _unscaled(rule, scaled, specs, counters.state)
 
         true = replicas.on_each(divide, scaled)
-        before = StepNumbers(
-            step=ops.cast(ops.convert_to_tensor(counters.steps), "int32") + 1,
-            consecutive_skips=ops.convert_to_tensor(counters.consecutive_skips),
-            rule=counters.state,
-        )
+        before = counters.numbers()
         in_xla = backend.inside_xla()
         traced = in_xla and not backend.is_concrete(before.step)
         plan = self.plan if traced else self.plan.eagerly
@@ -122,11 +131,16 @@ class ScaledStep:
         seen = look(plan, gradients, loss_nonfinite, before, due)
         if self.telemetry and measures_details and (not seen.on_host or seen.due_details):
             seen = take_sample(plan, seen, groups(scaled), self._weights())
-        applies = seen.finite
-        if self.window is not None:
-            applies = ops.logical_and(seen.finite, self.window.admits())
+        sound = seen.finite
+        if self.spikes is not None:
+            sound = sound & (seen.norm <= self.spikes.limit(seen.before.peak))
+        applies = sound if self.window is None else ops.logical_and(sound, self.window.admits())
         replicas.update_if(applies, self.inner, true, variables)
+        if self.spikes is not None:
+            seen = self._record_spike(self.spikes, seen, seen.finite & ~sound)
         self._record(plan, rule, seen, applies, replicas.knows_loss)
+        if self.window is not None:
+            self.window.record(sound)
 
     def forget_scale_of(self, before: Any, nonfinite: Tensor) -> None:
         """If the last step's loss was `nonfinite`, bool[], undo what the step did to the scale.
@@ -156,8 +170,8 @@ class ScaledStep:
         self, plan: MeasurePlan, rule: LossScale, seen: Look, applied: Tensor, knows_loss: bool
     ) -> None:
         """Write the next scale, the counters and the measurements."""
-        counters, (step, skips, before) = self.counters, seen.before
-        largest = () if seen.max_abs is None else (seen.max_abs,)
+        counters, (step, skips, before, _) = self.counters, seen.before
+        largest = (seen.max_abs,) if getattr(rule, "reads_max_abs", False) else ()
         after = _next_state(rule, before, seen.finite, *largest)
         nonfinite = ~(seen.finite | seen.loss_finite)
         if knows_loss and (not seen.on_host or nonfinite):
@@ -167,7 +181,7 @@ class ScaledStep:
         counters.assign_state(before, after)
         xp = np if seen.on_host else ops
         _assign(counters.consecutive_skips, skips, xp.where(seen.finite, 0, skips + 1))
-        if self.window is not None or not (seen.on_host and seen.finite):
+        if self.window is not None or not (seen.on_host and applied):
             counters.skipped_steps.assign_add(ops.cast(ops.logical_not(applied), "int32"))
         if seen.on_host:
             counters.steps.assign(step)
@@ -177,11 +191,29 @@ class ScaledStep:
             counters.steps.assign_add(ops.where(seen.finite, 1, 1))
         if not (seen.on_host and seen.loss_finite):
             counters.loss_nonfinite.assign(ops.zeros((), "float32"))
-        if self.window is not None:
-            self.window.record(seen.finite)
+
+    def _record_spike(self, rule: SkipSpikes, seen: Look, spike: Tensor) -> Look:
+        """Write the rule's state and the event; return what else the step may write down.
+
+        The levels of a spike are not written: what reads them takes them for those of training.
+        """
+        counters, before = self.counters, seen.before
+        after = rule.next(before.peak, seen.norm, seen.finite)
+        for variable, old, new in zip(counters.peak, before.peak, after, strict=True):
+            _assign(variable, old, new)
+        if counters.spikes is not None and not (seen.on_host and not spike):
+            counters.spikes.assign_add(ops.cast(spike, "int32"))
+        if self.telemetry is None or (seen.on_host and not (spike or seen.due_levels)):
+            return seen
+        return self.telemetry.record_spike(seen, spike, rule.limit(before.peak))
 
     def _weights(self) -> list[Tensor]:
         return list(map(ops.convert_to_tensor, self.variables))
+
+
+def _read(variables: Any) -> Any:
+    """The values of a NamedTuple of variables, in a NamedTuple of its kind; of () the same."""
+    return type(variables)(*backend.read(None, list(variables))) if variables else variables
 
 
 def _next_state(rule: LossScale, state: Any, finite: Tensor, *max_abs: Tensor) -> Any:
@@ -225,7 +257,7 @@ def _unscaled(
 
 
 def plan_for(
-    variables: Sequence[Variable], inner: Any, measures: bool, max_abs: bool
+    variables: Sequence[Variable], inner: Any, measures: bool, every_step: bool
 ) -> MeasurePlan:
     """Plan what is measured of the gradients of the variables that `inner` updates."""
     dtypes = gradient_dtypes(inner, variables)
@@ -237,5 +269,5 @@ def plan_for(
         ),
         sharding=backend.sharding(layouts_of(variables)),
         levels=measures,
-        max_abs=max_abs,
+        every_step=every_step,
     )

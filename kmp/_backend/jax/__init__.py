@@ -84,19 +84,17 @@ class JaxBackend(Backend):
         zeros = tuple(jnp.zeros((), x.dtype) for x in columns)
         return tuple(jax.lax.reduce(columns, zeros, _combine, axes))
 
-    def read_flags(
-        self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
-    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    def read_numbers(
+        self, measured: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         # The barrier keeps XLA from copying the reductions of all gradients into each masked
         # update, with which the compile time would grow as the square of the number of variables.
         # The CPU compiler removes it too early, but does not copy a reduction of two results, which
-        # `number` comes from. What is not compiled is read by the host in any case, which then acts
+        # these come from. What is not compiled is read by the host in any case, which then acts
         # on it.
-        read = (number, loss_nonfinite, others)
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(read)):
-            number, loss_nonfinite, others = jax.device_get(read)
-            return number == 0, loss_nonfinite == 0, others
-        return jax.lax.optimization_barrier(number) == 0, loss_nonfinite == 0, others
+        if not any(isinstance(x, jax.core.Tracer) for x in (*measured, *others)):
+            return jax.device_get((list(measured), list(others)))
+        return jax.lax.optimization_barrier(list(measured)), others
 
     def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
         # By a dot product, which XLA's CPU compiler copies into no update.

@@ -140,14 +140,14 @@ class TensorFlowBackend(Backend):
         replica = tf.distribute.get_replica_context()
         return x if replica is None else replica.all_reduce(tf.distribute.ReduceOp.SUM, x)
 
-    def read_flags(
-        self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
-    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    def read_numbers(
+        self, measured: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         # XLA would copy the reductions of all gradients into each of the selected updates. It does
         # not copy one of two results on CPUs, nor look through a barrier on accelerators.
         if self.inside_xla():
-            (number,) = gen_xla_ops.xla_optimization_barrier([number])
-        return number == 0, loss_nonfinite == 0, others
+            measured = gen_xla_ops.xla_optimization_barrier(list(measured))
+        return measured, others
 
     def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
         if not self.inside_xla():

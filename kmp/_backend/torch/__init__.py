@@ -88,16 +88,16 @@ class TorchBackend(Backend):
         pairs = enumerate(columns)
         return tuple(x.amax(axes) if i == 1 else x.sum(axes, dtype=x.dtype) for i, x in pairs)
 
-    def read_flags(
-        self, number: Tensor, loss_nonfinite: Tensor, *others: Tensor
-    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    def read_numbers(
+        self, measured: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         # All that they are made of comes to the host in one go, the one synchronisation of the
         # step, as in PyTorch's own scaler. In a step that `torch.compile` compiles they stay on the
         # device.
         if torch.compiler.is_compiling():
-            return number == 0, loss_nonfinite == 0, others
-        number, loss_nonfinite, *read = _on_host([number, loss_nonfinite, *others])
-        return number == 0, loss_nonfinite == 0, read
+            return measured, others
+        read = _on_host([*measured, *others])
+        return read[: len(measured)], read[len(measured) :]
 
     def run_step(
         self,
@@ -132,7 +132,7 @@ class TorchBackend(Backend):
     def branch(self, pred: Tensor, then: Callable[[], Tensor], otherwise: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return torch.where(pred, then(), otherwise)
-        return super().branch(pred, then, otherwise)  # `read_flags` has brought it to the host
+        return super().branch(pred, then, otherwise)  # `read_numbers` has brought it to the host
 
     def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         with torch.no_grad():
