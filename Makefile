@@ -6,16 +6,21 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
-PYTEST_OLDEST = $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not wide"
-# `make test`, and the contract on the oldest versions, compile as users do. The rest of `make
-# test-all` leaves out what XLA's CPU compiler does for speed, which takes a third of the time.
+PYTEST_OLDEST = $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal \
+  -m "not wide and (not slow or quick)"
+# The contract compiles as users do, on all versions. The other tests leave out what XLA's CPU
+# compiler does for speed, which takes a third of the time.
 QUICK = XLA_FLAGS=--xla_backend_optimization_level=0
 # What the oldest versions run besides: layers, callbacks, conversion, checkpoints.
 OLDEST = tests/layers tests/callbacks tests/models/test_convert.py tests/precision \
   tests/saved_files tests/scaling/test_checkpoint.py tests/scaling/test_optimizer.py \
   tests/scaling/test_resume.py
+# The core, which PyTorch runs.
+TORCH = $(CORE) $(patsubst %,tests/%,test_custom_loops.py test_defects.py test_floatx.py scaling \
+  health precision half_memory layers callbacks distribution saved_files debug models/test_convert.py \
+  models/test_indices.py models/test_optimizers.py models/test_weights.py)
 
-.PHONY: quickstart test test-all test-oldest test-pre dist-check lint site notebooks programs \
+.PHONY: quickstart test test-all test-whole test-oldest test-pre dist-check lint site notebooks programs \
   compiled-counts gpu clean
 
 quickstart: $(VENV)/quickstart.stamp
@@ -23,15 +28,23 @@ quickstart: $(VENV)/quickstart.stamp
 
 # Lint, types, the contract and every public name: TensorFlow, and the contract's core on JAX.
 test: $(VENV)/test.stamp lint
-	KERAS_BACKEND=tensorflow $(PYTEST) -m "not wide and (not slow or quick)"
+	KERAS_BACKEND=tensorflow $(PYTEST) -m "not wide and not slow" $(CORE)
+	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) -m "not wide and (not slow or quick)" \
+	  $(CORE:%=--ignore=%)
 	KERAS_BACKEND=jax $(PYTEST) -m "core and not wide and not slow" $(CORE)
 
-# Everything, on three backends, and the oldest versions on one. CI runs this. What `make test` has
-# just run is left out.
+# Every test: on TensorFlow and JAX, which share the further points of the grids; the core on PyTorch
+# and on the oldest versions. CI runs this. What `make test` has just run is left out.
 test-all: test test-oldest
 	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "wide or (slow and not quick)"
 	$(QUICK) KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
-	KERAS_BACKEND=torch $(PYTEST) --durations=25
+	KERAS_BACKEND=torch $(PYTEST) --durations=25 -m "not wide" $(TORCH)
+
+# Every test and every point of every grid on every backend: two hours, before a release.
+test-whole: $(VENV)/test.stamp lint test-oldest
+	for backend in tensorflow jax torch; do \
+	  KMP_WHOLE_GRID=1 KERAS_BACKEND=$$backend $(PYTEST) || exit 1; \
+	done
 
 # The oldest Keras and JAX that kmp runs on, without any other backend; see docs/versions.md.
 test-oldest: $(VENV)-oldest/stamp

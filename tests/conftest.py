@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import tempfile
+import zlib
 
 import processes
 
@@ -41,7 +42,31 @@ def pytest_unconfigure():
         shutil.rmtree(cache, ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items):
+# Of a slow grid each point runs on one of these backends; on both, with KMP_WHOLE_GRID=1.
+SHARE_THE_GRID = ("tensorflow", "jax")
+MODES = {"eager", "graph", "xla", "jit"}  # what is about a mode is about this backend
+
+
+def is_the_others(item):
+    """Whether the other backend runs this point of a grid that is wide or slow."""
+    marks = {mark.name for mark in item.iter_markers()}
+    if (
+        BACKEND not in SHARE_THE_GRID
+        or os.environ.get("KMP_WHOLE_GRID")
+        or not hasattr(item, "callspec")
+    ):
+        return False
+    if not marks & {"wide", "slow"} or marks & {"quick", "core", "only", "any_backend"}:
+        return False
+    if MODES & {x for x in item.callspec.params.values() if isinstance(x, str)}:
+        return False
+    return SHARE_THE_GRID[zlib.crc32(item.nodeid.encode()) % 2] != BACKEND
+
+
+def pytest_collection_modifyitems(config, items):
+    theirs = {item for item in items if is_the_others(item)}
+    config.hook.pytest_deselected(items=list(theirs))
+    items[:] = [item for item in items if item not in theirs]
     for item in items:
         markers = list(item.iter_markers("only"))  # all hold: a function's and its parameter's
         if item.get_closest_marker("any_backend") and not markers:

@@ -86,6 +86,7 @@ def under_float32(dtype, mode, case):
     return after_eight_steps(dtype, mode, *CASES[case])
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("case", few(GRID, *QUICK), ids="-".join)
 def test_steps_and_measurements_are_those_under_float32(floatx, case):
@@ -98,6 +99,7 @@ def test_steps_and_measurements_are_those_under_float32(floatx, case):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("floatx_", few(FLOATX, "bfloat16"))
 def test_masters_in_float32(floatx, floatx_):
@@ -125,6 +127,7 @@ def model_of(policy, **compile_arguments):
     return model
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("floatx_", few(FLOATX, "bfloat16"))
 @pytest.mark.parametrize("policy", few(POLICIES, "bfloat16", "mixed_bfloat16"))
@@ -173,6 +176,7 @@ BARE = {
 }
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("floatx_", few(FLOATX, "bfloat16"))
 @pytest.mark.parametrize("expected", BARE)

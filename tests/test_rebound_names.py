@@ -39,6 +39,7 @@ def train(make_model, make_optimizer, jit_compile=False):
     return model, x
 
 
+@pytest.mark.slow
 @pytest.mark.core
 @pytest.mark.parametrize(
     "jit_compile", few([False, True], False) if BACKEND != "torch" else [False]

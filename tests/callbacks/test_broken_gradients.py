@@ -32,6 +32,7 @@ def watched_run(policy, scale, steps, loss=root_of_zero):
     return model, watch, (x[:4], x[:4, :1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy, scale, steps",
     [

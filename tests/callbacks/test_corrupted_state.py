@@ -111,6 +111,7 @@ def test_averaged_weights_that_are_nan():
     assert "a new optimizer" in verdict.advice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mask", "other scale", "tiny", "float32 norm"])
 def test_what_is_sound_is_called_so(case):
     """A mask; data that change their scale; variances that begin at nearly nothing."""

@@ -85,6 +85,7 @@ def test_an_epoch_says_what_evaluate_says(weights, watchers):
     assert found == evaluation_of(model, x, y, **in_evaluate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", JIT)
 @pytest.mark.parametrize("spe", SPE)
 @pytest.mark.parametrize("outputs", [1, 2])
@@ -99,6 +100,7 @@ def test_an_epoch_of_skipped_steps_says_what_evaluate_says(outputs, spe, jit):
     assert found == evaluation_of(model, x, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", JIT)
 @pytest.mark.parametrize("spe", SPE)
 def test_a_batch_whose_loss_is_not_finite_counts_nowhere(spe, jit):
@@ -153,6 +155,7 @@ def test_each_metric_leaves_out_what_is_not_finite(spe, jit):
     assert found == everywhere and found["counted"] == 48
 
 
+@pytest.mark.slow
 @pytest.mark.only("tensorflow")
 @pytest.mark.parametrize("watchers", ["nobody", "all"])
 def test_replicas_say_what_evaluate_says(watchers):

@@ -391,6 +391,7 @@ def test_a_nan_in_validation_is_not_hidden():
     assert np.isfinite(history["loss"]).all() and np.isnan(history["val_loss"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Step")
 def test_recompiling_saving_and_loading_go_on_working(tmp_path):
     model = linear_model()
@@ -476,6 +477,7 @@ def test_a_skipped_step_leaves_moving_statistics_alone(layer, jit, cause):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The state of")  # of an optimizer that is copied unbuilt
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_watch_as_the_original_does(make, tmp_path):

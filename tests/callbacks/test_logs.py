@@ -234,6 +234,7 @@ def test_an_error_in_on_report_is_not_hidden():
 # What it prints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verbose", [0, 1, True])
 def test_verbose_prints_the_verdict_when_it_changes(capsys, verbose):
     x, y = np.ones((8, 2)), np.ones((8, 1))

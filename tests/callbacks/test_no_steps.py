@@ -79,6 +79,7 @@ def fit(stepped, watched=None, batches=8):
     return watch.verdict, history.history, moved
 
 
+@pytest.mark.slow
 def test_a_train_step_that_forgets_the_optimizer():
     """And that remembers it, as the advice says."""
     verdict, logs, moved = fit(None)
@@ -90,6 +91,7 @@ def test_a_train_step_that_forgets_the_optimizer():
     assert verdict.state == "HEALTHY" and moved, str(verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.only("tensorflow", "torch")
 def test_a_train_step_of_another_optimizer():
     """And `GradientHealth` that watches that one, as the advice says."""

@@ -26,6 +26,7 @@ def test_a_row_that_ended_between_two_looks_stops_nothing():
     assert history["skipped_steps"] == [4, 8] and stop.stopped_because is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spe", SPE)
 def test_a_row_of_skipped_steps_stops_with_its_counts(spe):
     stop = TerminateOnNaN(patience=4, update_freq=4)

@@ -29,6 +29,7 @@ def fit(optimizer, times=1.0, epochs=1, **kwargs):
     return watch.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spe", SPE)
 def test_slots_that_remember_one_huge_batch(spe):
     """Adam divides by the size of its gradient for thousands of steps, and nothing moves."""
@@ -56,6 +57,7 @@ SOUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(SOUND, "steady", "restarts", "momentum"))
 def test_what_is_sound_is_called_so(name):
     assert fit(SOUND[name](), epochs=3).state == "HEALTHY"

@@ -56,6 +56,7 @@ def test_half_of_the_matrices_must_have_decayed(norms, state):
     assert (verdict.state if verdict else "HEALTHY") == state, str(verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("initializer", ["glorot_uniform", "zeros"])
 def test_weight_decay_of_the_usual_size_is_sound(initializer):
     assert fit(weight_decay=0.1, initializer=initializer)[1].state == "HEALTHY"

@@ -99,6 +99,7 @@ def test_planted_runs_are_recognised(state):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -211,6 +212,7 @@ def test_who_has_a_dynamic_scale_is_not_advised_to_take_one():
     assert 'loss_scale="dynamic"' in judged(zeros).advice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps, state", [(1, "UNSTABLE"), (2, "COLLAPSED"), (12, "COLLAPSED")])
 def test_an_epoch_of_skipped_steps_at_a_fixed_scale(steps, state):
     found = watched_run("none", steps=steps, bad=range(steps), loss="overflow")

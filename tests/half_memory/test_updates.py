@@ -120,6 +120,7 @@ def test_every_optimizer_computes_in_float32(name):
     assert_way_of_float32(OPTIMIZERS[name], rtol=NEARLY if in_place else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
 @pytest.mark.parametrize("name", few(["adam", "adamw", "nadam", "muon"], "adam"))
 def test_compiled_updates_are_close_to_float32(name, mode):
@@ -200,6 +201,7 @@ def as_stored(x, rounding, seed, step, place):
     return ops.convert_to_numpy(ops.cast(rounded, "float32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", few(MODES, "xla", "jit"))
 def test_a_skipped_step_moves_and_draws_nothing(mode):
     def after(poisoned):
@@ -359,6 +361,7 @@ def compiled_model(**memory):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [("bfloat16", "float32"), pytest.param("float32", "bfloat16", marks=pytest.mark.wide)],
@@ -376,6 +379,7 @@ def test_files_of_either_slots_load_into_the_other(saved, loaded, tmp_path):
     assert int(other.optimizer.iterations.numpy()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", few([{}, {"master_weights": True}], {}), ids=str)
 def test_a_file_goes_on_bit_for_bit(memory, tmp_path):
     keras.config.set_dtype_policy("bfloat16")
@@ -408,6 +412,7 @@ def test_a_model_with_embeddings_trains_in_bfloat16():
     assert np.all(after[5:] == before[5:]) and np.all(np.any(after[:5] != before[:5], axis=1))
 
 
+@pytest.mark.slow
 @pytest.mark.only("tensorflow")
 def test_tensorflows_checkpoints_hold_the_variables_behind_the_views(tmp_path):
     import tensorflow as tf

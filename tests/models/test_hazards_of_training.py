@@ -156,6 +156,7 @@ def test_half_weights(optimizer):
     assert "4 variables are in bfloat16" in finding.problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "memory", few([{}, {"master_weights": True}, {"slot_dtype": "float32"}], {})
 )
@@ -222,6 +223,7 @@ def test_keras_still_builds_no_recurrent_layer_in_bfloat16(kind):
         kind(4, dtype="bfloat16").build((None, 3, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_a_recurrent_layer_trains_in_bfloat16_once_converted(kind):
     model = keras.Sequential([keras.Input((3, 2)), kind(4), layers.Dense(2)])

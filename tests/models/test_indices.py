@@ -72,6 +72,7 @@ def test_what_carries_ids_stays_in_float32(policy):
     assert model.get_layer("words").compute_dtype == half
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", HALVES)
 def test_what_looks_up_computes_in_half_precision_on_ids_as_they_are(policy):
     model, found = in_one_model(

@@ -94,6 +94,7 @@ def test_bfloat16_needs_no_loss_scaling_and_an_uncompiled_model_has_none():
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", few(["sequential", "simple_functional", "subclassed"], "sequential")
 )

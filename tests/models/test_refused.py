@@ -118,6 +118,7 @@ def test_a_policy_that_cannot_be_is_refused(policy, match):
     nothing_converted(sequential(), convert, ValueError, match)
 
 
+@pytest.mark.slow
 def test_quantized_layers_are_refused():
     model = keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.Dense(2)])
     for layer in model.layers:

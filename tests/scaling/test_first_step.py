@@ -94,6 +94,7 @@ def built_before(kind, jit, watched):
     return trained(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("input_shape", [True, False], ids=["built", "not_built"])
 @pytest.mark.parametrize("watched", [False, True], ids=["bare", "watched"])
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ def test_trains_as_if_it_had_been_built_before(case, watched, input_shape):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.only("tensorflow")
 @pytest.mark.parametrize("input_shape", [True, False], ids=["built", "not_built"])
 @pytest.mark.parametrize("jit", JIT, ids=lambda jit: "xla" if jit else "graph")

@@ -266,6 +266,7 @@ def test_fit_goes_on_as_if_the_batch_had_never_been_there(jit, spe):
         np.testing.assert_array_equal(ops.convert_to_numpy(mine), ops.convert_to_numpy(theirs))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_with_a_spike_to_come(tmp_path):
     x, y = digits(40, bad=[20, 30])
     straight, stopped = classifier(name="adam"), classifier(name="adam")
@@ -307,6 +308,7 @@ def test_a_spike_costs_its_micro_batch_or_its_window(on_overflow):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", few(["mixed_bfloat16", "bfloat16", "mixed_float16"], "bfloat16"))
 def test_half_precision(policy):
     """bfloat16 weights are rounded by the number of the step, which counts only applied ones."""
