@@ -1,13 +1,13 @@
 """What `GradientHealth` warns of, each kind once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kmp._common import warn
 from kmp._keras import layers_of
 from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Limits, Verdict
-from kmp.health.report import GradientReport
+from kmp.health.report import GradientReport, SpikeEvent
 from kmp.scaling.arguments import scales
 
 _NAMED = 5  # variables that a warning names
@@ -35,6 +35,8 @@ class Alarms:
         """Warn of gradients that overflowed, vanish or explode, since the look before."""
         report, weights = look.report, look.weights
         new = [e for e in report.events if e.step > self._step and e.loss_finite]
+        self._of_statistics(report)
+        self._of_spikes(look, [e for e in report.spikes if e.step > self._step])
         self._step = report.step
         if new:  # of a loss that is not finite the verdict tells more
             self._overflow(report, look.in_float16)
@@ -85,6 +87,30 @@ class Alarms:
             "float16 without loss scaling",
             dict.fromkeys(half, "compute dtype float16"),
             'gradients below 6e-8 become zero. Write kmp.scaled(..., loss_scale="dynamic").',
+        )
+
+    def _of_statistics(self, report: GradientReport) -> None:
+        held = report.held_statistics
+        if held and "batch statistics" not in self._said:
+            self._said.add("batch statistics")
+            warn(
+                f"Step {report.step}: {held} steps would have multiplied a moving variance of a "
+                "batch normalization, whose statistics stayed as they were. Look at the batches: "
+                "their inputs are far larger than those before."
+            )
+
+    def _of_spikes(self, look: Observation, new: Sequence[SpikeEvent]) -> None:
+        if not new:
+            return
+        event = new[-1]  # the first of them
+        began = look.epoch_start.step if look.epoch_start else 0
+        self._once(
+            look.report.step,
+            "gradient spike",
+            {event.variable: f"{event.growth:.3g} times its size"},
+            f"step {event.step}, batch {event.step - began - 1} of this epoch (counted from 0), "
+            f"was left out: its gradients' norm, {event.norm:.3g}, is above the limit of "
+            f"{event.limit:.3g}. Look at the batch: it is bad, or rare and important.",
         )
 
     def _overflow(self, report: GradientReport, in_float16: bool) -> None:

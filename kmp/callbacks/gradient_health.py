@@ -48,6 +48,9 @@ class GradientHealth(keras.callbacks.Callback):
     update_ratio     log10 of update norm over weight norm, median of the variables; healthy near -3
     ```
 
+    With `spikes=` there are two more: `skipped_spikes`, the steps among the skipped ones that were
+    left out as spikes, and `spike_score`, their share of all steps so far.
+
     While `fit` runs the model is protected, as `kmp.protect` does: `loss` and metrics leave out
     what is not finite, and a skipped step leaves the state of all layers alone.
     When `fit` ends, the model and the optimizer are as they were.
@@ -85,7 +88,7 @@ class GradientHealth(keras.callbacks.Callback):
 
     Warns:
         kmp.PrecisionWarning: once for each kind, with counts and paths: a verdict but HEALTHY and
-            CALIBRATING, an overflow, more than 1% of an epoch's steps skipped, a vanishing
+            CALIBRATING, an overflow, a spike, more than 1% of an epoch's steps skipped, a vanishing
             gradient, an exploding one; and float16 layers without loss scaling.
 
     Example:
@@ -200,11 +203,13 @@ class GradientHealth(keras.callbacks.Callback):
         if report is not None:
             self._epoch_steps = report.step - self._cadence.epoch_start
             if since := self._since_calibration():
-                steps, skips = report.step - since.step, report.skipped_steps - since.skipped_steps
+                steps = report.step - since.step
+                skips = report.overflow_skips - since.overflow_skips
                 self._alarms.of_skipped_steps(report.step, steps, skips)
             self._cadence.epoch_start, self._epoch_start = report.step, report
             found = readings.numbers(report, self.verdict, self._ratio)
-            logs.update({f"{self.prefix}{name}": found[name] for name in self.logs})
+            names = [*self.logs, *(name for name in readings.OF_SPIKES if name in found)]
+            logs.update({f"{self.prefix}{name}": found[name] for name in names})
         if self.log_dir is not None:
             self._run.sync()  # the learning rate may depend on the step
         self._outlets.end_epoch(epoch, logs)

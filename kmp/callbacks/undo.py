@@ -13,6 +13,7 @@ from kmp._keras.buffers import Buffer, still_there
 from kmp._keras.optimizer import is_loss_scale_optimizer
 from kmp._keras.training import metrics_of, state_of
 from kmp.callbacks.loss_tracker import LossTracker
+from kmp.callbacks.statistics import hold_statistics
 from kmp.precision.trees import is_float
 from kmp.scaling.optimizer import LossScaleOptimizer
 
@@ -87,8 +88,9 @@ def protected_step(
         if is_first and backend.is_concrete(applied):
             is_first = False
             idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
-        variables, values = [v for v, _ in pairs], [x for _, x in pairs]
-        backend.restore_unless(applied, variables, values)
+        backend.restore_unless(applied, [v for v, _ in pairs], [x for _, x in pairs])
+        if kept.spikes is not None:
+            hold_statistics(model, {id(v): x for v, x in pairs}, applied)
         nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
         _restore_averages(kept, applied, _is_lost(optimizer, kept, nonfinite))
         if kept.scale is not None:

@@ -93,7 +93,9 @@ class GradientReport:
         loss_is_scaled: False if gradients were divided by a loss scale that nothing has read, so
             that the loss cannot have been multiplied by it.
         skipped_spikes: steps so far that were left out as spikes; None if none are.
-        spikes: the last 16 of them, the latest first.
+        held_statistics: steps so far in which `kmp.protect` has held the moving statistics of
+            BatchNormalization; None if it never does.
+        spikes: the last 16 of the steps left out, the latest first.
         spike_limit: the largest norm of the next step's gradients that is no spike; None if no step
             can be one now.
 
@@ -116,6 +118,7 @@ class GradientReport:
     details: np.ndarray | None = None
     loss_is_scaled: bool = True
     skipped_spikes: int | None = None
+    held_statistics: int | None = None
     spikes: tuple[SpikeEvent, ...] = ()
     spike_limit: float | None = None
 
@@ -131,6 +134,11 @@ class GradientReport:
 
     def _by_path(self, values: np.ndarray) -> dict[str, float]:
         return dict(zip(self.paths, values.tolist(), strict=True))
+
+    @functools.cached_property
+    def overflow_skips(self) -> int:
+        """`skipped_steps` without those that were left out as spikes."""
+        return self.skipped_steps - (self.skipped_spikes or 0)
 
     @functools.cached_property
     def grad_norm(self) -> float:
@@ -257,7 +265,16 @@ class GradientReport:
             lines.append(f"and {len(self.paths) - len(chosen)} more")
         if self.overflowed:
             lines.append(f"Look first at: {', '.join(self.worst())}")
+        if self.spikes:
+            lines += ["Left out as spikes, the latest first:", self._table_of_spikes(n)]
         return "\n".join(lines)
+
+    def _table_of_spikes(self, n: int) -> str:
+        rows = [["step", "norm", "limit", "most in", "grown"]]
+        for event in self.spikes[: max(n, 1)]:
+            numbers = [f"{event.norm:.3g}", f"{event.limit:.3g}"]
+            rows.append([str(event.step), *numbers, event.variable, f"{event.growth:.3g} times"])
+        return table(rows, left=0)
 
     def __str__(self) -> str:
         return self.summary(len(self.paths))
@@ -271,7 +288,7 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
     of_spikes = []
     if optimizer.spikes is not None:
         peak = optimizer.scaled_step.counters.peak
-        of_spikes = [optimizer.skipped_spikes, kept.spikes, *peak]
+        of_spikes = [optimizer.skipped_spikes, optimizer.held_statistics, kept.spikes, *peak]
     everything = [optimizer.scale_variable, *counters, *tables, *of_spikes]
     values = transfer(backend.read(model, everything))
     scale, step, skipped, in_a_row, sampling, matrix, events, details, *of_spikes = values
@@ -300,10 +317,11 @@ def read_report(optimizer: Any, model: Any = None) -> GradientReport:
 
 def _spikes(optimizer: Any, values: Sequence[np.ndarray]) -> dict[str, Any]:
     """What a report says of spikes, as its arguments."""
-    count, events, *peak = values
+    count, held, events, *peak = values
     limit = float(optimizer.spikes.limit(type(optimizer.scaled_step.counters.peak)(*peak)))
     return {
         "skipped_spikes": int(count),
+        "held_statistics": int(held),
         "spikes": tuple(
             SpikeEvent(int(step), norm, limit, optimizer.variable_paths[int(variable)], growth)
             for step, norm, limit, variable, growth in events.tolist()

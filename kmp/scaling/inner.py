@@ -109,6 +109,16 @@ class WrapsInner(BaseLossScaleOptimizer):
             name=name,
         )
 
+    def add_counter_of_replicas(self, name: str) -> Variable:
+        """Create an int32 counter of 0 that the replicas of a strategy may assign, all alike."""
+        return self.add_variable(
+            shape=(),
+            dtype="int32",
+            initializer=_zeros,
+            aggregation="only_first_replica",
+            name=name,
+        )
+
     def finalize_variable_values(self, var_list: list[Variable]) -> None:
         """At the end of `fit`: write the moving averages of the weights, if any, into them."""
         self.inner_optimizer.finalize_variable_values(var_list)

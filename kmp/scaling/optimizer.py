@@ -63,6 +63,7 @@ class LossScaleOptimizer(WrapsInner):
         step_counter: int[], finite steps since the scale changed, if the strategy counts them.
         skipped_steps: int32[], steps so far that were skipped, as overflows or spikes.
         skipped_spikes: int32[], steps so far that were left out as spikes; None without `spikes`.
+        held_statistics: int32[], steps so far in which `kmp.protect` has held batch statistics.
         consecutive_skips: int32[], skipped steps in a row up to now.
         variable_paths: the path of the variable in each row of the measurements.
         measures_details: bool, whether steps compiled from now on measure weights and updates.
@@ -177,6 +178,8 @@ class LossScaleOptimizer(WrapsInner):
         peak: Any = ()
         if self.spikes is not None:
             self.skipped_spikes = self.add_counter("skipped_spikes", dtype="int32")
+            self.held_statistics = self.add_counter_of_replicas("held_statistics")
+            self.statistics_spent = self.add_counter_of_replicas("statistics_spent")
             peak = PeakState(
                 peak=self.add_counter("spike_peak"),
                 norms=self.add_counter("spike_norms", dtype="int32"),

@@ -98,7 +98,7 @@ class SkipSpikes:
     def limit(self, state: PeakState) -> Tensor:
         """Return float32[], the largest norm that is no spike; inf while there can be none."""
         xp = _operations(state)
-        watches = (state.norms >= _KNOWN) & (state.spent <= (self.patience - 1) * _REPLENISHES)
+        watches = (state.norms >= _KNOWN) & self.has_budget(state.spent)
         with np.errstate(over="ignore"):
             limit = state.peak * np.float32(self.factor)
         return xp.where(watches, limit, np.float32(np.inf))
@@ -119,12 +119,20 @@ class SkipSpikes:
         faded = state.peak * np.float32(0.5 ** (1 / self.half_life))
         doubled = state.peak + xp.minimum(state.peak, _LARGEST - state.peak)
         peak = xp.maximum(faded, xp.where(spike, doubled, norm))
-        spent = xp.maximum(state.spent - 1, 0) + xp.where(spike, _REPLENISHES, 0)
         return PeakState(
             peak=xp.where(counts, peak, state.peak),
             norms=xp.where(counts, xp.minimum(state.norms + 1, _KNOWN), state.norms),
-            spent=xp.where(counts, spent, state.spent),
+            spent=xp.where(counts, self.spend(state.spent, spike), state.spent),
         )
+
+    def has_budget(self, spent: Tensor) -> Tensor:
+        """Return bool[]: whether one more spike may be left out."""
+        return spent <= (self.patience - 1) * _REPLENISHES
+
+    def spend(self, spent: Tensor, spike: Tensor) -> Tensor:
+        """Return int32[]: what is spent after a step, which was a `spike`, bool[], or not."""
+        xp = np if isinstance(spent, ON_HOST) else ops
+        return xp.maximum(spent - 1, 0) + xp.where(spike, _REPLENISHES, 0)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""

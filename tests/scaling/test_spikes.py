@@ -6,12 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from keras import ops
-from oracle import COMPILED_MODES, MODES, Run, compiled, few, number
+from oracle import MODES, Run, compiled, few, number
+from spiky_runs import COMPILED, classifier, digits, fit
 
 import kmp
 
 KNOWN = 16
-COMPILED = bool(COMPILED_MODES)
 
 
 class InPlainPython:
@@ -222,33 +222,6 @@ def test_arguments_out_of_range_are_refused(arguments, message):
         kmp.SkipSpikes(**arguments)
 
 
-def classifier(norm=(), jit=True, spe=1, name="sgd", **settings):
-    keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(32, "relu"), *norm, keras.layers.Dense(4)]
-    model = keras.Sequential([keras.Input((8,)), *layers])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer = kmp.scaled(name, spikes="skip", learning_rate=0.05, **settings)
-    execution = {"jit_compile": jit and COMPILED, "steps_per_execution": spe}
-    model.compile(optimizer, loss, metrics=["accuracy"], **execution)
-    return model
-
-
-def digits(steps, batch=16, bad=()):
-    random = np.random.default_rng(0)
-    x = random.normal(size=(steps, batch, 8)).astype("float32")
-    y = x[..., :4].argmax(axis=-1)
-    for step in bad:
-        x[step], y[step] = x[step] * 1e4, (y[step] + 1) % 4
-    return x, y
-
-
-def fit(model, x, y, **settings):
-    batch = x.shape[1]
-    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1)
-    history = model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, **settings)
-    return history.history
-
-
 @pytest.mark.parametrize("spe", few([1, 4], 4) if COMPILED else [1])
 @pytest.mark.parametrize("jit", few([False, True], True))
 def test_fit_goes_on_as_if_the_batch_had_never_been_there(jit, spe):
@@ -320,3 +293,50 @@ def test_half_precision(policy):
     assert number(bad.optimizer.skipped_steps) == 1
     for mine, theirs in zip(bad.weights, never.weights, strict=True):
         np.testing.assert_array_equal(ops.convert_to_numpy(mine), ops.convert_to_numpy(theirs))
+
+
+def largest_variance(model):
+    (norm,) = [x for x in model.layers if isinstance(x, keras.layers.BatchNormalization)]
+    return float(ops.max(norm.moving_variance))
+
+
+NORMS = {
+    "keras": keras.layers.BatchNormalization,
+    "float32": kmp.layers.Float32BatchNormalization,
+}
+
+
+@pytest.mark.parametrize("norm", few(NORMS, "keras"))
+def test_no_batch_ruins_the_moving_statistics(norm):
+    """Its gradients behind the normalization are ordinary, and its step is applied."""
+    x, y = digits(120, bad=[110])
+    bad, never = classifier((NORMS[norm](),)), classifier((NORMS[norm](),))
+    with kmp.protect(bad), kmp.protect(never):
+        fit(bad, x, y)
+        fit(never, *digits(120))
+    optimizer = bad.optimizer
+    assert number(optimizer.held_statistics) == 1 and number(never.optimizer.held_statistics) == 0
+    assert largest_variance(bad) < 1.5 * largest_variance(never)
+    x, y = digits(4)
+    losses = [m.evaluate(x.reshape(-1, 8), y.reshape(-1), verbose=0)[0] for m in (bad, never)]
+    assert losses[0] < 1.2 * losses[1]
+
+
+def test_a_true_change_of_scale_is_followed_by_the_statistics():
+    x, y = digits(150)
+    x[110:] *= 1e3
+    model = classifier((keras.layers.BatchNormalization(momentum=0.9),))
+    with kmp.protect(model):
+        fit(model, x, y)
+    assert number(model.optimizer.held_statistics) == 8
+    true = float(np.square(x[-1]).mean())
+    assert largest_variance(model) > 0.01 * true
+
+
+@pytest.mark.wide
+def test_sound_statistics_are_never_held():
+    for momentum in (0.99, 0.9, 0.5):
+        model = classifier((keras.layers.BatchNormalization(momentum=momentum),), name="adam")
+        with kmp.protect(model):
+            fit(model, *digits(300, batch=8))
+        assert number(model.optimizer.held_statistics) == 0

@@ -25,13 +25,33 @@ LAYOUT: dict[str, dict[str, Any]] = {
     },
 }
 
+# A page more for an optimizer that leaves out spikes.
+SPIKES: dict[str, dict[str, Any]] = {
+    "Spikes": {
+        "global norm, and the limit above which a step is left out": [
+            "grad/global_norm$",
+            "spikes/limit$",
+        ],
+        "steps left out as spikes, steps whose batch statistics were held": [
+            "spikes/count$",
+            "spikes/held_statistics$",
+        ],
+    },
+}
+
 # Of single tags, and of all tags of a group by its name and "/".
 _DESCRIPTIONS = {
     "mixed_precision/loss_scale": "What the loss of the next step is multiplied by.",
     "mixed_precision/loss_scale_log2": "The loss scale as a power of two. A saw-tooth at any "
     "height is healthy, a steady fall is not.",
     "mixed_precision/skipped_steps": "Steps skipped since training began, because a gradient was "
-    "not finite. A few at the beginning are how the loss scale is found.",
+    "not finite, or as a spike. A few at the beginning are how the loss scale is found.",
+    "spikes/count": "Steps left out since training began, because their gradients were finite and "
+    "far larger than the largest lately.",
+    "spikes/score": "The share of all steps so far that were left out as spikes.",
+    "spikes/limit": "The largest norm of the next step's gradient that is no spike.",
+    "spikes/held_statistics": "Steps so far that would have multiplied a moving variance, and left "
+    "all batch statistics as they were.",
     "mixed_precision/consecutive_skips": "Steps skipped in a row up to now.",
     "mixed_precision/headroom_bits": "How often the loss scale could double before the largest "
     "gradient leaves float16.",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kmp.callbacks.curves.charts import LAYOUT, describe
+from kmp.callbacks.curves.charts import LAYOUT, SPIKES, describe
 from kmp.callbacks.curves.heat_map import Look, heat_map
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health import details as _sample
@@ -55,7 +55,6 @@ class Dashboard:
         hparams: Mapping[str, float | str] | None = None,
     ):
         self._writer = SummaryWriter(log_dir, describe)
-        self._writer.custom_scalars_layout(LAYOUT)
         if hparams:
             self._writer.hparams(hparams)
         self._looks = 0
@@ -65,6 +64,9 @@ class Dashboard:
 
     def write(self, report: GradientReport, verdict: Verdict, update_ratio: float) -> None:
         """Write one look: the report, what it was judged, and its median log10 update ratio."""
+        if not self._looks:
+            has_spikes = report.skipped_spikes is not None
+            self._writer.custom_scalars_layout(LAYOUT | SPIKES if has_spikes else LAYOUT)
         self._writer.scalars(_scalars(report, verdict, update_ratio), report.step)
         text = f"**{verdict}**\n\n```\n{report.summary()}\n```"
         self._writer.text("mixed_precision/report", text, report.step)
@@ -111,6 +113,12 @@ def _scalars(report: GradientReport, verdict: Verdict, update_ratio: float) -> d
         "grad/global_norm": report.grad_norm,
         "grad/max_abs": report.max_abs,
     }
+    if report.skipped_spikes is not None:
+        scalars["spikes/count"] = report.skipped_spikes
+        scalars["spikes/score"] = report.skipped_spikes / max(report.step, 1)
+        scalars["spikes/held_statistics"] = report.held_statistics or 0
+    if report.spike_limit is not None:
+        scalars["spikes/limit"] = report.spike_limit
     for column, tag in _COLUMNS:
         scalars |= {f"{tag}/{path}": x for path, x in report.column(column).items()}
     if report.details is not None:

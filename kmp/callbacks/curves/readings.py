@@ -10,6 +10,7 @@ from kmp.health.report import GradientReport
 
 ALWAYS = ("loss_scale", "skipped_steps", "grad_norm", "verdict")
 MORE = ("headroom_bits", "degraded_share", "lost_share", "update_ratio")
+OF_SPIKES = ("skipped_spikes", "spike_score")  # only if the optimizer leaves out spikes
 
 
 def numbers(
@@ -23,6 +24,8 @@ def numbers(
     >>> numbers(report, Verdict("HEALTHY"), math.nan)["verdict"]
     HEALTHY
     """
+    spikes = report.skipped_spikes
+    of_spikes = () if spikes is None else (spikes, spikes / max(report.step, 1))
     return {
         "loss_scale": report.loss_scale,
         "skipped_steps": report.skipped_steps,
@@ -32,6 +35,7 @@ def numbers(
         "degraded_share": _mean(report.degraded_share),
         "lost_share": _mean(report.lost_share),
         "update_ratio": update_ratio,
+        **dict(zip(OF_SPIKES, of_spikes, strict=False)),
     }
 
 

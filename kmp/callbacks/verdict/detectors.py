@@ -15,6 +15,7 @@ from kmp.callbacks.verdict.overflows import (
     LostAtFloor,
     OverflowRate,
 )
+from kmp.callbacks.verdict.spikes import SpikeBudget, told_spikes
 from kmp.callbacks.verdict.states import Verdict
 from kmp.callbacks.verdict.underflow import Underflow
 from kmp.callbacks.verdict.update_slowdown import UpdateSlowdown
@@ -42,6 +43,7 @@ def detectors() -> list[Detector]:
         Calibrating(),
         OverflowRate(),
         LostAtFloor(),
+        SpikeBudget(),
         ExplodingGradients(),
         LargeUpdates(),
         Underflow(),
@@ -57,7 +59,8 @@ def judge(watching: list[Detector], look: Observation) -> Verdict:
 def healthy(look: Observation) -> Verdict:
     """The verdict if no detector speaks."""
     report, skipped = look.report, "0 skipped"
+    spikes, advice = told_spikes(look)
     if report.skipped_steps:
         before = report.skipped_steps - look.skips
-        skipped = f"{look.skips} of the last {look.steps} steps skipped, {before} before"
-    return Verdict("HEALTHY", "", f"loss scale {report.loss_scale:g}, {skipped}", "")
+        skipped = f"{look.skips} of the last {look.steps} steps skipped{spikes}, {before} before"
+    return Verdict("HEALTHY", "", f"loss scale {report.loss_scale:g}, {skipped}", advice)

@@ -19,7 +19,7 @@ from kmp._keras.optimizer import inner_optimizer_of
 from kmp._keras.training import state_of
 from kmp.callbacks.learning_rates import highest_rate, weight_decay
 from kmp.callbacks.verdict.states import Limits
-from kmp.health.report import GradientReport, OverflowEvent
+from kmp.health.report import GradientReport, OverflowEvent, SpikeEvent
 from kmp.precision.trees import is_float
 from kmp.scaling.rules import DynamicLossScale, dynamic
 
@@ -177,6 +177,18 @@ class Observation:
         """The overflows since the last epoch's end, the latest first; at most 16 are known."""
         since = self.epoch_start.step if self.epoch_start else 0
         return [event for event in self.report.events if event.step > since]
+
+    @functools.cached_property
+    def spikes(self) -> list[SpikeEvent]:
+        """The steps since the last epoch's end that were left out as spikes; at most 16."""
+        since = self.epoch_start.step if self.epoch_start else 0
+        return [event for event in self.report.spikes if event.step > since]
+
+    @functools.cached_property
+    def num_spikes(self) -> int:
+        """How many steps since the last epoch's end were left out as spikes."""
+        before = (self.epoch_start.skipped_spikes if self.epoch_start else 0) or 0
+        return (self.report.skipped_spikes or 0) - before
 
     @functools.cached_property
     def in_float16(self) -> bool:

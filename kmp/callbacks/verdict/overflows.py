@@ -134,7 +134,7 @@ class OverflowRate(Detector):
         steps = skips = 0
         if settled or not look.dynamic:
             steps = report.step - (settled.step if settled else 0)
-            skips = report.skipped_steps - (settled.skipped_steps if settled else 0)
+            skips = report.overflow_skips - (settled.overflow_skips if settled else 0)
         expected = look.dynamic.overflow_rate() if look.dynamic else 0.0
         rate = max(look.limits.max_overflow_rate, min(5 * expected, (1 + expected) / 2))
         if skips < _OFTEN or skips <= rate * steps:
