@@ -52,6 +52,7 @@ def ruined(path):
     return pytest.warns(kmp.PrecisionWarning, match=f"UNSTABLE in [^:]*{path}: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times, seen", [(1e20, "holds inf or NaN"), (1e9, "has grown from")])
 @pytest.mark.parametrize("spe", SPE)
 def test_moving_statistics_that_one_huge_batch_has_ruined(times, seen, spe):

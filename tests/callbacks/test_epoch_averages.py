@@ -67,6 +67,7 @@ WATCHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watchers", WATCHERS)
 @pytest.mark.parametrize("weights", ["none", "sample", "class"])
 def test_an_epoch_says_what_evaluate_says(weights, watchers):

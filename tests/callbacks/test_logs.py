@@ -86,6 +86,7 @@ class Keep(keras.callbacks.Callback):
         self.seen = dict(logs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["first", "last"])
 @pytest.mark.parametrize("make", [GradientHealth, DivergenceGuard, TerminateOnNaN])
 def test_a_callback_sees_the_keys_wherever_it_stands(tmp_path, make, place):

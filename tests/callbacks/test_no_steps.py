@@ -138,6 +138,7 @@ def fitted(layers, shape=(4,)):
     return watch.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
 @pytest.mark.parametrize(
     "layers",

@@ -123,6 +123,7 @@ def test_bad_arguments(arguments):
         TerminateOnNaN(**arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Step")
 def test_watching_changes_no_weight():
     weights = []

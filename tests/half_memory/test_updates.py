@@ -395,6 +395,7 @@ def test_a_file_goes_on_bit_for_bit(memory, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_model_with_embeddings_trains_in_bfloat16():
     """Sparse gradients on TensorFlow, and rows that no batch has."""
     keras.config.set_dtype_policy("bfloat16")

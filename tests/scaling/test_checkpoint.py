@@ -205,6 +205,7 @@ def test_measuring_may_be_switched_between_runs(tmp_path):
     assert int(silent.optimizer.skipped_steps) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_grad_scaler_state_goes_both_ways(dtype):
     keras.config.set_dtype_policy(dtype)

@@ -94,6 +94,7 @@ def fit(model, epochs):
     model.fit(x, y, batch_size=4, epochs=epochs, shuffle=False, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(tmp_path):
     straight, stopped = of_rule(Cautious()), of_rule(Cautious())
     fit(straight, 3)

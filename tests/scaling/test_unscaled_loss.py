@@ -100,6 +100,7 @@ def log(model, path):
     assert float(model.optimizer.dynamic_scale) == 32768
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "in between"])
 @pytest.mark.parametrize("reads", [save, log])
 def test_who_saves_or_logs_the_scale_scales_no_loss(tmp_path, reads, when):
