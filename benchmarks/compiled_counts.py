@@ -75,7 +75,11 @@ VARIANTS = {
     "plain": lambda inner: inner,
     "keras": keras.optimizers.LossScaleOptimizer,
     "kmp": lambda inner: kmp.LossScaleOptimizer(inner, measure_gradients=False),
+    "kmp, spikes": lambda inner: kmp.LossScaleOptimizer(
+        inner, measure_gradients=False, spikes="skip"
+    ),
     "kmp, health": kmp.LossScaleOptimizer,
+    "kmp, health, spikes": lambda inner: kmp.LossScaleOptimizer(inner, spikes="skip"),
     "kmp, watched": _watched,
 }
 DEFAULT_MODELS = ("large_mlp", "large_transformer", "resnet50")
@@ -139,7 +143,7 @@ def table(title: str, rows: dict[str, dict]) -> str:
     """Plain Adam's counts, and what each variant adds to them."""
     lines = [
         title,
-        f"{'':14} {'kernels':>8} {'GB moved':>9} {'bytes/param':>12} {'copies':>7} "
+        f"{'':19} {'kernels':>8} {'GB moved':>9} {'bytes/param':>12} {'copies':>7} "
         f"{'conditionals':>13} {'host':>5} {'temporary MB':>13} {'arguments MB':>13}",
     ]
     plain = rows["plain"]
@@ -149,7 +153,7 @@ def table(title: str, rows: dict[str, dict]) -> str:
         sign = "" if variant == "plain" else "+"
         per_parameter = extra["bytes"] / row["parameters"]
         lines.append(
-            f"{variant:14} {base['kernels']:>{sign}8} {row['bytes'] / 1e9:>9.2f} "
+            f"{variant:19} {base['kernels']:>{sign}8} {row['bytes'] / 1e9:>9.2f} "
             f"{per_parameter:>12.2f} {base['copies']:>{sign}7} {row['conditionals']:>13} "
             f"{row['host_transfers']:>5} {base['temporary'] / 1e6:>{sign}13.1f} "
             f"{row['arguments'] / 1e6:>13.1f}"
