@@ -30,6 +30,7 @@ class Value:
     def __init__(self, dtype: str, shape: tuple[int | None, ...] | None):
         self.dtype = dtype  # such as "float32", "int64", "bool" or "string"
         self.shape = shape  # None if even the rank is not known
+        self.number: float | None = None  # of a constant that is one number, as its dtype holds it
 
     @property
     def is_one_number(self) -> bool:
@@ -42,6 +43,7 @@ class Operation(NamedTuple):
     Attributes:
         kind: one of these, or empty.
             "note": a mark that `operations` was asked to set;
+            "number": a constant that is one number; the same may be listed twice;
             "sequence": several numbers that come from nowhere (a range, an array in the code);
             "cast": numbers become those of another dtype;
             "equal": they are compared for being the same;

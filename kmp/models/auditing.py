@@ -74,9 +74,9 @@ def audit(model: keras.Model) -> AuditReport:
       a one-hot vector or a table takes them. Of a model that is no graph of layers nobody knows
       whether indices come as floats or integers: it is found where they come in one tensor with
       features;
-    - `"epsilon"`: an epsilon that is 0 in the dtype of its layer or of the weights;
-    - `"constant"`: a number in the config or the code of a layer that is beyond the range of its
-      dtype, such as the -1e9 of a mask;
+    - `"epsilon"`: a number that is 0 in the half precision that a layer computes with it in, such
+      as an epsilon of 1e-8, or the optimizer's epsilon in the dtype of the weights;
+    - `"constant"`: a number that is beyond the range of that dtype, such as the -1e9 of a mask;
     - `"lost on reload"`: loss scaling that Keras added by itself and does not save;
     - `"tensor cores"`: matrix products with sizes that are not multiples of 8.
 

@@ -10,6 +10,7 @@ from keras.layers import BatchNormalization, Dense, EinsumDense
 
 from kmp._keras import is_preprocessing, layers_of, path_of, rounds_raw_inputs
 from kmp.layers import Float32OutputDense
+from kmp.models.constants import LostConstant, lost_constants
 from kmp.models.indices import INDICES, RAW_INPUTS, Rounding, roundings, whole_numbers
 from kmp.precision.float_formats import formats
 from kmp.precision.policy import get_policy
@@ -98,24 +99,23 @@ def _advice_to_keep_inputs(rounding: Rounding) -> str:
 
 
 def epsilon(model: Any) -> Hazards:
-    """An epsilon that is rounded to 0 protects from no division by zero."""
-    # Layers of Keras and of kmp use their epsilon in float32.
-    foreign = [x for x in half_layers(model) if package_of(x) not in ("keras", "kmp")]
-    owners = [(path_of(x), x, x.compute_dtype) for x in foreign]
+    """A constant that is rounded to 0, such as an epsilon, which protects from nothing then."""
+    for lost in _lost_constants(model):
+        if abs(lost.number) < 1:
+            yield (path_of(lost.layer), *_becomes_zero(f"the constant {lost.number:g}", lost.dtype))
     optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    weights = {v.dtype for v in model.trainable_variables}
-    owners += [("optimizer", inner, dtype) for dtype in HALF_DTYPES if dtype in weights]
-    for path, owner, dtype in owners:
-        number = getattr(owner, "epsilon", None)
-        smallest = formats[dtype].smallest_subnormal
-        if isinstance(number, float) and 0 < number < smallest:
-            yield (
-                path,
-                f"epsilon={number:g} is below {smallest:.3g}, the smallest number of {dtype}, and "
-                "protects from no division by zero.",
-                f"Write epsilon={formats[dtype].smallest_normal:.1g}, or keep it in float32.",
-            )
+    number = getattr(getattr(optimizer, "inner_optimizer", optimizer), "epsilon", None)
+    for dtype in sorted({v.dtype for v in model.trainable_variables} & set(HALF_DTYPES)):
+        if isinstance(number, float) and 0 < number < formats[dtype].smallest_subnormal:
+            yield ("optimizer", *_becomes_zero(f"epsilon={number:g}", dtype))
+
+
+def _becomes_zero(what: str, dtype: str) -> tuple[str, str]:
+    return (
+        f"{what} is below {formats[dtype].smallest_subnormal:.3g}, the smallest number of {dtype}, "
+        "and becomes 0: as an epsilon it protects from no division by zero.",
+        f"Write {formats[dtype].smallest_normal:.1g}, or keep it in float32.",
+    )
 
 
 def half_statistics(model: Model) -> Hazards:
@@ -138,34 +138,19 @@ def half_statistics(model: Model) -> Hazards:
 
 def constant(model: Model) -> Hazards:
     """Numbers beyond the range of the dtype that a layer computes in."""
-    for layer in half_layers(model):
-        largest = formats[layer.compute_dtype].largest
-        for number in _numbers_of(layer):
-            if largest < abs(number) < float("inf"):
-                yield (
-                    path_of(layer),
-                    f"the constant {number:g} is beyond {largest:g}, the largest number of "
-                    f"{layer.compute_dtype}: it becomes inf, and inf - inf is NaN.",
-                    f"Use {-largest / 2 if number < 0 else largest / 2:g}, or keep it in float32.",
-                )
+    for lost in _lost_constants(model):
+        largest = formats[lost.dtype].largest
+        if abs(lost.number) > 1:
+            yield (
+                path_of(lost.layer),
+                f"the constant {lost.number:g} is beyond {largest:g}, the largest number of "
+                f"{lost.dtype}: it becomes inf, and inf - inf is NaN.",
+                f"Use {math.copysign(largest / 2, lost.number):g}, or keep it in float32.",
+            )
 
 
-def _numbers_of(layer: keras.Layer) -> list[float]:
-    """The floats in a layer's config and, where the class is not Keras's, in its `call`."""
-    try:  # a model's config is that of its layers
-        config = {} if isinstance(layer, Model) else layer.get_config()
-    except Exception:  # the layer's own code, which may not be written to be saved
-        config = {}
-    numbers = [x for x in keras.tree.flatten(config) if isinstance(x, float)]
-    if package_of(layer) != "keras":
-        numbers += _float_constants(getattr(type(layer).call, "__code__", None))
-    return numbers
-
-
-def _float_constants(code: Any) -> list[float]:
-    constants = getattr(code, "co_consts", ())
-    inner = [x for each in constants for x in _float_constants(each)]
-    return [x for x in constants if isinstance(x, float)] + inner
+def _lost_constants(model: Model) -> list[LostConstant]:
+    return lost_constants(model) if half_layers(model) else []
 
 
 def tensor_cores(model: Model) -> Hazards:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from kmp._backend import backend
 from kmp._backend.types import Operation, Value
@@ -77,7 +78,7 @@ def roundings(model: Any, certain: bool = False) -> list[Rounding] | None:
     """
     found: dict[int, Rounding] = {}
     for each in called_models(model):
-        operations = _traced(each)
+        operations = traced(each)
         if operations is None:
             return None
         inputs = _labelled(operations, _INPUT)
@@ -96,7 +97,7 @@ def whole_numbers(dtype: str) -> int:
 # Tracing
 
 
-def _traced(model: Any) -> list[Operation] | None:
+def traced(model: Any) -> list[Operation] | None:
     """What a model computes, with marks; None if it cannot be called symbolically."""
     found: list[Operation] = []
 
@@ -115,7 +116,8 @@ def _traced(model: Any) -> list[Operation] | None:
         found = found or backend.operations(run, inputs)  # PyTorch is called twice
         return inputs
 
-    return found if symbolic_outputs(model, call) is not None else None
+    with np.errstate(over="ignore"):  # a constant of the code may become inf
+        return found if symbolic_outputs(model, call) is not None else None
 
 
 # Following
@@ -135,9 +137,9 @@ def _roundings(operations: list[Operation], inputs: list[Value], certain: bool) 
         inside: Call | None = None
         for each in operations:
             rounds = not halves.isdisjoint(each.outputs)
-            if call := _call_of(each):
-                inside = call if _received(each) else call.parent
-                if rounds and _received(each) and _casts_inputs(call.layer):
+            if call := call_of(each):
+                inside = call if received(each) else call.parent
+                if rounds and received(each) and _casts_inputs(call.layer):
                     by_keras.append(Rounding(call.layer, why, False))
             elif rounds and halves.isdisjoint(each.inputs) and (layer := _whose(inside)):
                 by_themselves.append(Rounding(layer, why, True))
@@ -160,7 +162,7 @@ def _consumed(
                 yield INDICES, each, x
             elif each.kind == "wave":
                 yield ANGLES, each, x
-            elif (call := _call_of(each)) and _received(each) and is_preprocessing(call.layer):
+            elif (call := call_of(each)) and received(each) and is_preprocessing(call.layer):
                 yield INDICES if isinstance(call.layer, _LOOKUPS) else RAW_INPUTS, each, x
 
 
@@ -235,11 +237,13 @@ def _labelled(operations: list[Operation], label: str) -> list[Value]:
     return [x for each in operations if each.label == label for x in each.outputs]
 
 
-def _call_of(operation: Operation) -> Call | None:
+def call_of(operation: Operation) -> Call | None:
+    """The call whose inputs or outputs a mark is on."""
     return operation.label[0] if isinstance(operation.label, tuple) else None
 
 
-def _received(operation: Operation) -> bool:
+def received(operation: Operation) -> bool:
+    """Whether a mark is on the inputs of a call."""
     return operation.label[1] == "input"
 
 

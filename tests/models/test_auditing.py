@@ -75,6 +75,7 @@ def test_nothing_is_changed():
     assert all(x.dtype_policy is p for x, p in zip(layers_of(model), policies, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_a_subclassed_model_without_a_config_is_audited():
     class Model(keras.Model):
         def __init__(self, units):

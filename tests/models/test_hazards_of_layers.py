@@ -75,7 +75,7 @@ def test_epsilon_of_a_layer(epsilon, found):
     model = model_of(Normalized(epsilon), layers.LayerNormalization(epsilon=epsilon))
     findings = kmp.audit(model).of_kind("epsilon")
     assert [x.path for x in findings] == [path_of(model.layers[0])] * found  # Keras's is float32's
-    assert not found or "epsilon=1e-08 is below 5.96e-08" in findings[0].problem
+    assert not found or "the constant 1e-08 is below 5.96e-08" in findings[0].problem
 
 
 @pytest.mark.filterwarnings("ignore:Weights in float16")
@@ -87,6 +87,62 @@ def test_epsilon_of_an_optimizer_of_half_weights():
     keras.config.set_dtype_policy("mixed_float16")
     model = model_of(layers.Dense(8), loss="mse", optimizer=kmp.scaled("adam", epsilon=1e-9))
     assert kmp.audit(model).of_kind("epsilon") == ()
+
+
+NEGATIVE = -1e9
+
+
+def masks():
+    """How programs spell the number of a mask, each a layer or a function of a tensor."""
+    ops = keras.ops
+
+    def masked(s, number=NEGATIVE):
+        return ops.softmax(ops.where(s > 0, s, number))
+
+    def layer_of(function, **attributes):
+        made = type("Own", (layers.Layer,), {"call": function})()
+        for name, value in attributes.items():
+            setattr(made, name, value)
+        return made
+
+    return {
+        "literal": layer_of(lambda self, s: ops.softmax(ops.where(s > 0, s, -1e9))),
+        "arithmetic": layer_of(lambda self, s: s + (1 - ops.cast(s > 0, s.dtype)) * -1e9),
+        "constant of the module": layer_of(lambda self, s: ops.where(s > 0, s, NEGATIVE)),
+        "attribute": layer_of(lambda self, s: masked(s, self.number), number=-1e9),
+        "method": layer_of(lambda self, s: masked(s)),
+        "default": layer_of(lambda self, s, number=-1e9: masked(s, number)),
+        "integer": layer_of(lambda self, s: ops.where(s > 0, s, -(10**9))),
+        "Lambda": layers.Lambda(masked),
+        "Activation": layers.Activation(masked),
+        "Masking": layers.Masking(mask_value=-1e9),
+        "where of a graph": masked,
+        "arithmetic of a graph": lambda s: s + (1.0 - ops.cast(s > 0, s.dtype)) * -1e9,
+        "epsilon of a graph": lambda s: s / (ops.sum(s, axis=-1, keepdims=True) + 1e-9),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+@pytest.mark.parametrize("name", masks())
+def test_constants_are_found_however_they_are_spelled(name):
+    inputs = keras.Input((8,))
+    hidden = layers.Dense(8)(inputs)
+    model = keras.Model(inputs, layers.Dense(8, dtype="float32")(masks()[name](hidden)))
+    (found,) = [x for x in kmp.audit(model).findings if x.kind in ("constant", "epsilon")]
+    assert found.kind == ("epsilon" if "epsilon" in name else "constant")
+    assert ("1e-09 is below" in found.problem) or ("-1e+09 is beyond 65504" in found.problem)
+    keras.config.set_dtype_policy("float32")  # as the advice has it
+    in_float32 = masks()[name](keras.ops.cast(hidden, "float32"))
+    assert kinds_of(keras.Model(inputs, layers.Dense(8)(in_float32))) == []
+
+
+def test_sound_constants_are_no_findings():
+    """Of Keras's own layers, which compute with their epsilons in float32, and of -inf."""
+    infinite = layers.Lambda(lambda s: keras.ops.where(s > 0, s, -float("inf")))
+    small = layers.Lambda(lambda s: s + 1e-4)
+    norms = [layers.LayerNormalization(epsilon=1e-12), layers.BatchNormalization(epsilon=1e-9)]
+    model = model_of(infinite, small, *norms, layers.Softmax(), layers.LeakyReLU(), layers.Dense(8))
+    assert kinds_of(model) == []
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
@@ -52,7 +53,7 @@ def _read(program: Any, inputs: list, labels: list, found: list[Operation]) -> l
 
     def value(x):
         if isinstance(x, Literal):
-            return _value(x)
+            return _constant(x)
         return values.setdefault(x, _value(x))
 
     for x in program.constvars:
@@ -62,6 +63,7 @@ def _read(program: Any, inputs: list, labels: list, found: list[Operation]) -> l
     for each in program.eqns:
         given, made = tuple(map(value, each.invars)), tuple(map(value, each.outvars))
         name = each.primitive.name
+        found += [Operation("number", (), (x,)) for x in given if x.number is not None]
         inner = _programs(each.params) if name in _CALLS else []
         for one in inner:
             returned = _read(one, list(given), labels, found)
@@ -81,6 +83,13 @@ def _read(program: Any, inputs: list, labels: list, found: list[Operation]) -> l
 def _programs(params: dict[str, Any]) -> list[Any]:
     leaves = [x for each in params.values() for x in (each if type(each) is tuple else (each,))]
     return [getattr(x, "jaxpr", x) for x in leaves if hasattr(getattr(x, "jaxpr", x), "eqns")]
+
+
+def _constant(x: Any) -> Value:
+    found = _value(x)
+    if found.dtype != "bool" and np.size(x.val) == 1:
+        found.number = float(np.asarray(x.val).reshape(()))
+    return found
 
 
 def _value(x: Any) -> Value:

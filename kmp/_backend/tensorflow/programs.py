@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kmp._backend.types import Operation, Tree, Value
@@ -63,8 +64,17 @@ def _read(
         if not inner:
             kind = _KINDS.get(each.type, "")
             if kind == "sequence" and all(x.is_one_number for x in made):
-                kind = ""
+                kind = _set_number(each, made) if each.type == "Const" else ""
             found.append(Operation(kind, () if each.type in _OF_A_SHAPE else given, made))
+
+
+def _set_number(constant: Any, made: tuple[Value, ...]) -> str:
+    """Tell the number of a constant, if it is a float; return its kind."""
+    (output,) = constant.outputs
+    if not output.dtype.is_floating:
+        return ""
+    made[0].number = float(np.reshape(tf.get_static_value(output), ()))
+    return "number"
 
 
 def _functions(graph: Any, operation: Any) -> list[Any]:

@@ -1,9 +1,12 @@
 """What a function computes, as a list of operations, on PyTorch."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kmp._backend.types import Operation, Tree, Value
@@ -32,7 +35,7 @@ def operations(function: Callable[..., Any], inputs: Sequence[Tree]) -> list[Ope
         tape.add("note", [x], [y], label)
         return y
 
-    with tape:
+    with tape, _Constants(tape):
         function(note, *inputs)
     return tape.found
 
@@ -50,6 +53,10 @@ class _Tape(TorchDispatchMode):
         name = function.overloadpacket.__name__
         given = [] if name in _OF_A_SHAPE else _tensors((args, kwargs))
         kind = _KINDS.get(name.removesuffix("_"), "")  # of what writes in place, too
+        dtypes = [x.dtype for x in _tensors(outputs) if x.is_floating_point()]
+        for number in args if dtypes else ():
+            if isinstance(number, float):
+                self.add_number(number, dtypes[0])
         self.add(kind, given, _tensors(outputs))
         for written in _tensors(outputs) if name.endswith("_") else ():
             if written._base is not None:  # a part of another tensor was written
@@ -59,15 +66,48 @@ class _Tape(TorchDispatchMode):
     def add(self, kind, given, made, label=None):
         for tensor in given:
             if id(tensor) not in self._values and tensor.numel() > 1:
-                self.found.append(Operation("sequence", (), (self._value(tensor),)))
-        values = tuple(map(self._value, given))
-        self.found.append(Operation(kind, values, tuple(map(self._value, made)), label))
+                self.found.append(Operation("sequence", (), (self.value(tensor),)))
+        values = tuple(map(self.value, given))
+        self.found.append(Operation(kind, values, tuple(map(self.value, made)), label))
 
-    def _value(self, tensor):
+    def add_number(self, number, dtype, value=None):
+        """Write down a constant that is computed with in a dtype, or is a tensor of its own."""
+        value = value or Value(str(dtype).removeprefix("torch."), ())
+        value.number = _held(number, dtype)
+        self.found.append(Operation("number", (), (value,)))
+
+    def value(self, tensor):
+        """Return the place of a tensor in the list."""
         if id(tensor) not in self._values:
             value = Value(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             self._values[id(tensor)] = tensor, value
         return self._values[id(tensor)][1]
+
+
+def _held(number: float, dtype: torch.dtype) -> float:
+    """A number as a dtype holds it; of half precision only what becomes inf or 0 is rounded."""
+    if not dtype.is_floating_point:
+        return float(number)
+    limits = torch.finfo(dtype)
+    if abs(number) > limits.max:
+        return math.copysign(math.inf, number)
+    vanishes = abs(number) < limits.smallest_normal * limits.eps / 2
+    return 0.0 if vanishes else float(np.float32(number))
+
+
+class _Constants(TorchFunctionMode):
+    """Writes down the numbers that are made tensors, of which a tape sees only the shape."""
+
+    def __init__(self, tape: _Tape):
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = function(*args, **kwargs)
+        if function in (torch.tensor, torch.as_tensor) and isinstance(args[0], (int, float)):
+            self._tape.add_number(args[0], made.dtype, self._tape.value(made))
+        return made
 
 
 def _tensors(tree: Any) -> list[Any]:
