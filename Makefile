@@ -38,7 +38,7 @@ test: $(VENV)/test.stamp lint
 test-all: test test-oldest
 	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "wide or (slow and not quick)"
 	$(QUICK) KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
-	KERAS_BACKEND=torch $(PYTEST) --durations=25 -m "not wide" $(TORCH)
+	KERAS_BACKEND=torch $(PYTEST) --durations=25 -m "not wide and (not slow or quick)" $(TORCH)
 
 # Every test and every point of every grid on every backend: two hours, before a release.
 test-whole: $(VENV)/test.stamp lint test-oldest
