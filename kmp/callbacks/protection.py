@@ -36,14 +36,18 @@ def protect(model: Any) -> "Protection":
     the state that layers update themselves    moving statistics, counters, of any layer, frozen or
                                                not; the kernel of SpectralNormalization
     the epoch's averages                       of the loss and of all metrics, if the loss of the
-                                               step is not finite; of a metric that it would make
-                                               inf or NaN
+                                               step is not finite or the step is a spike; of a
+                                               metric that it would make inf or NaN
     the loss scale                             if the loss itself was not finite (on JAX; elsewhere
                                                the optimizer sees to it)
     ```
 
     So an epoch's loss and metrics are those of its batches with a finite loss, whether their steps
-    were applied or skipped, as in `evaluate`.
+    were applied or skipped, as in `evaluate`; spikes are left out.
+
+    With `spikes=` the moving statistics of BatchNormalization also stay as they were in a step that
+    is applied, but would multiply a moving variance by more than the rule's factor: after the first
+    100 steps, and within a budget of the rule's size.
 
     The seeds of dropout and augmentation go on: the next step draws other numbers. A batch whose
     mask made it overflow would otherwise do so for ever. A copy of the model is not protected.

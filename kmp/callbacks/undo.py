@@ -121,9 +121,9 @@ def _tracked_step(
 
 def _is_lost(optimizer: Any, kept: _Kept, nonfinite: Tensor) -> Tensor:
     """bool[]: whether a step counts in no average: its loss is `nonfinite`, or it was a spike."""
-    for counter in _spike_counter(optimizer):
-        return ops.logical_or(nonfinite, ops.greater(counter.value, kept.spikes))
-    return nonfinite
+    if kept.spikes is None:
+        return nonfinite
+    return ops.logical_or(nonfinite, ops.greater(optimizer.skipped_spikes.value, kept.spikes))
 
 
 def _restore_averages(kept: _Kept, applied: Tensor, lost_step: Tensor) -> None:

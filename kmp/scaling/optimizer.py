@@ -34,6 +34,7 @@ class LossScaleOptimizer(WrapsInner):
     true gradients = gradients / scale          the scale that the loss was multiplied by
     all finite:    inner_optimizer.apply(true gradients)
     otherwise:     nothing is written: no weight, slot, iteration, average or accumulator
+    a spike:       the same, with `spikes`: all are finite, and far larger than lately
     scale          = loss_scale.next(scale, finite)
     ```
 
