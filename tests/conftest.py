@@ -44,23 +44,21 @@ def pytest_unconfigure():
         shutil.rmtree(cache, ignore_errors=True)
 
 
-# Of a slow grid each point runs on one of these backends; on both, with KMP_WHOLE_GRID=1.
+# Each slow test, and each point of a slow grid, runs on one of these; KMP_WHOLE_GRID=1: on both.
 SHARE_THE_GRID = ("tensorflow", "jax")
-MODES = {"eager", "graph", "xla", "jit"}  # what is about a mode is about this backend
+MODES = {"graph", "xla", "jit"}  # what is about one of these is about this backend
 
 
 def is_the_others(item):
-    """Whether the other backend runs this point of a grid that is wide or slow."""
+    """Whether the other backend runs this test, which is wide or slow."""
+    if BACKEND not in SHARE_THE_GRID or os.environ.get("KMP_WHOLE_GRID"):
+        return False
     marks = {mark.name for mark in item.iter_markers()}
-    if (
-        BACKEND not in SHARE_THE_GRID
-        or os.environ.get("KMP_WHOLE_GRID")
-        or not hasattr(item, "callspec")
-    ):
+    stays = {"quick", "core", "only", "any_backend", "skipif"}
+    if not marks & {"wide", "slow"} or marks & stays:
         return False
-    if not marks & {"wide", "slow"} or marks & {"quick", "core", "only", "any_backend"}:
-        return False
-    if MODES & {x for x in item.callspec.params.values() if isinstance(x, str)}:
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    if MODES & {x for x in parameters if isinstance(x, str)}:
         return False
     return SHARE_THE_GRID[zlib.crc32(item.nodeid.encode()) % 2] != BACKEND
 
