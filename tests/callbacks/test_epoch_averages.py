@@ -160,10 +160,10 @@ def test_each_metric_leaves_out_what_is_not_finite(spe, jit):
 @pytest.mark.only("tensorflow")
 @pytest.mark.parametrize("watchers", ["nobody", "all"])
 def test_replicas_say_what_evaluate_says(watchers):
-    import tensorflow as tf
+    import replicas
 
     x, y = overflowing_data()
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = replicas.mirrored(2)
     with strategy.scope():
         model = still_model()
     found = epoch_of(model, x, y, [watch() for watch in WATCHERS[watchers]])

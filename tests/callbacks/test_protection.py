@@ -554,12 +554,12 @@ def test_only_an_optimizer_that_skips_needs_it(optimizer, message):
 @pytest.mark.parametrize("cause", CAUSES)
 def test_under_a_strategy_too(cause):
     """One step per execution: with more Keras's own loop raises here, without kmp too."""
-    import tensorflow as tf
+    import replicas
 
     histories, ends = [], []
     for poisoned in (True, False):
         keras.utils.set_random_seed(1)
-        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        with replicas.mirrored(2).scope():
             model = keras.Sequential(
                 [
                     keras.Input((2,)),

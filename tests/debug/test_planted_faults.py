@@ -96,7 +96,8 @@ def test_the_tools_work_on_bfloat16_weights(architecture, policy):
     before = [ops.copy(v.value) for v in model.variables]
     assert kmp.debug.locate_nonfinite(model, x, y, loss_scale=LOSS_SCALE).phase is None
     assert kmp.debug.diagnose(model, x, y).float32_layers == ()
-    assert kmp.debug.compare_precisions(model, x).output_sqnr > 45  # one rounding leaves 56
+    fewer = 18 if policy == "bfloat16" else 0  # dB: it has three bits less than float16
+    assert kmp.debug.compare_precisions(model, x).output_sqnr > 45 - fewer  # one rounding: 56
     assert kmp.debug.memory_report(model, len(x), x)
     for old, variable in zip(before, model.variables, strict=True):
         assert old.dtype == variable.value.dtype

@@ -218,10 +218,10 @@ def test_an_optimizers_own_accumulation_is_respected():
 
 @pytest.mark.only("tensorflow")
 def test_under_a_strategy():
+    import replicas
     import tensorflow as tf
 
-    tf.distribute.MirroredStrategy._collective_key_base += 100_000
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = replicas.mirrored(2)
     with strategy.scope():
         variable = keras.Variable(np.float32([8.0]))
         kmp_optimizer = optimizer("drop_window")
