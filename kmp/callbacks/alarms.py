@@ -93,9 +93,10 @@ class Alarms:
         held = report.held_statistics
         if held and "batch statistics" not in self._said:
             self._said.add("batch statistics")
+            steps = "a step" if held == 1 else f"{held} steps"
             warn(
-                f"Step {report.step}: {held} steps would have multiplied a moving variance of a "
-                "batch normalization, whose statistics stayed as they were. Look at the batches: "
+                f"Step {report.step}: the moving statistics of the batch normalizations were held "
+                f"in {steps}, which would have multiplied a moving variance. Look at the batches: "
                 "their inputs are far larger than those before."
             )
 
