@@ -10,9 +10,9 @@ from kmp._backend import backend
 from kmp._backend.types import Gradient, Variable
 from kmp._keras.calls import Call
 from kmp.debug.blame import Blame, Cotangents
-from kmp.debug.policies import under
 from kmp.debug.stats import TensorStats, has_nonfinite, measure, tensor_stats
 from kmp.precision.float_formats import formats
+from kmp.precision.temporary import under
 from kmp.precision.trees import HALF_DTYPES, is_float
 
 _NOT_PRECISION = (

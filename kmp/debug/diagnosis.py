@@ -8,12 +8,13 @@ import keras
 
 from kmp._backend.types import Tree
 from kmp._common import number, table
-from kmp.debug.policies import policy_for, under
+from kmp.debug.policies import policy_for
 from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import LayerRange, ranges_of
 from kmp.debug.replay import Batch, Loss, as_batch, call_model, check_replayable
 from kmp.debug.search import Search
 from kmp.debug.stats import has_nonfinite, measure, sqnr_of
+from kmp.precision.temporary import under
 from kmp.precision.trees import HALF_DTYPES
 
 

@@ -12,10 +12,10 @@ from keras import Sequential, ops
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Tree
 from kmp._common import table, whole_number
-from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import as_batch, call_model, check_replayable, forward
 from kmp.debug.stats import floats
+from kmp.precision.temporary import under
 from kmp.precision.trees import HALF_DTYPES
 
 _HALF = "mixed_bfloat16"  # as many bytes as float16, and computed on every device

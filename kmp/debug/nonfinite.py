@@ -10,11 +10,11 @@ from kmp._keras import layers_of, path_of
 from kmp._keras.state import added_losses
 from kmp.debug.blame import Blame, Cotangents, first_bad_value, first_nan_weights, is_in_loss
 from kmp.debug.causes import backward_cause, forward_cause, term_cause
-from kmp.debug.policies import under
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import Batch, as_batch, backward, check_replayable, forward, loss_scale_of
 from kmp.debug.stats import TensorStats, has_nonfinite, measure
 from kmp.debug.terms import first_bad_term
+from kmp.precision.temporary import under
 
 
 @dataclasses.dataclass(frozen=True)

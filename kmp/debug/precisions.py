@@ -14,7 +14,7 @@ from kmp._backend import backend
 from kmp._backend.types import Gradient, Tree
 from kmp._common import table
 from kmp._keras.calls import Call, Recorder
-from kmp.debug.policies import Unit, policy_for, under, units_of
+from kmp.debug.policies import Unit, policy_for, units_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.ranges import advised_scale, max_abs
 from kmp.debug.replay import (
@@ -27,6 +27,7 @@ from kmp.debug.replay import (
     loss_scale_of,
 )
 from kmp.debug.stats import as_float64, floats, sqnr, sqnr_of
+from kmp.precision.temporary import under
 
 
 @dataclasses.dataclass(frozen=True)

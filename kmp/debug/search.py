@@ -8,10 +8,11 @@ import keras
 from kmp._backend.types import Tree
 from kmp._keras import path_of
 from kmp.debug.nonfinite import first_blame
-from kmp.debug.policies import Unit, under_map, units_of
+from kmp.debug.policies import Unit, units_of
 from kmp.debug.precisions import output_sqnr, quality_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import Batch, call_model, raising_layer
+from kmp.precision.temporary import under_map
 
 
 class Search:
