@@ -7,6 +7,7 @@ import keras
 
 from kmp._keras import check_model
 from kmp.models.hazards import HAZARDS
+from kmp.models.programs import Program
 
 
 class Finding(NamedTuple):
@@ -102,9 +103,10 @@ def audit(model: keras.Model) -> AuditReport:
     Source: defects measured in Keras 3.15.1; Micikevicius et al. 2018 for losses and softmax.
     """
     check_model(model, "audit")
+    program = Program(model)
     found = [
         Finding(path, kind, problem, advice)
         for kind, look in HAZARDS.items()
-        for path, problem, advice in look(model)
+        for path, problem, advice in look(program)
     ]
     return AuditReport(tuple(found))

@@ -5,7 +5,6 @@ float32. A number that a layer's code has in float32 only, where half precision 
 such a constant, however it is spelled: as a literal, an attribute, a default, or in the config.
 """
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,12 +14,9 @@ import numpy as np
 from keras import Layer
 
 from kmp._backend.types import Operation, Value
-from kmp._keras import give_policy, layers_of
 from kmp._keras.calls import Call
-from kmp.models.heads import called_models
-from kmp.models.indices import call_of, received, traced
+from kmp.models.programs import Program, call_of, received
 from kmp.precision.float_formats import formats
-from kmp.precision.policy import on_weights
 from kmp.precision.trees import HALF_DTYPES
 
 
@@ -38,18 +34,17 @@ class LostConstant(NamedTuple):
     dtype: str
 
 
-def lost_constants(model: Any) -> list[LostConstant]:
-    """The constants that the half layers of a built model round to inf or to 0.
+def lost_constants(program: Program) -> list[LostConstant]:
+    """The constants that the half layers of a model round to inf or to 0.
 
     None are found in a model that Keras cannot call symbolically.
     """
     found: dict[tuple[int, float], LostConstant] = {}
-    for each in called_models(model):
-        half = _numbers_by_call(traced(each))
-        with _in_float32(each):
-            full = _numbers_by_call(traced(each)) if half else {}
-        for key, (call, numbers) in half.items():
-            for number, dtype in _lost(numbers, full.get(key, (call, []))[1]):
+    both = zip(program.operations, program.operations_in_float32, strict=True)
+    for half, full in both:
+        exact = {key: numbers for key, (_, numbers) in _numbers_by_call(full).items()}
+        for key, (call, numbers) in _numbers_by_call(half).items():
+            for number, dtype in _lost(numbers, exact.get(key, [])):
                 lost = LostConstant(call.layer, number, dtype)
                 found.setdefault((id(call.layer), number), lost)
     return list(found.values())
@@ -131,18 +126,3 @@ def _passed(call: Call) -> Numbers:
         return []
     numbers = [x for x in keras.tree.flatten(call.passed) if isinstance(x, int | float)]
     return [("", float(np.float32(x))) for x in numbers]
-
-
-@contextlib.contextmanager
-def _in_float32(model: Any) -> Iterator[None]:
-    """Within, the half layers of a model compute in float32, on the weights that they have."""
-    layers = [x for x in layers_of(model) if x.compute_dtype in HALF_DTYPES]
-    before = [x.dtype_policy for x in layers]
-    full = keras.dtype_policies.get("float32")
-    try:
-        for layer in layers:
-            give_policy(layer, on_weights(full, layer.variable_dtype))
-        yield
-    finally:
-        for layer, policy in zip(layers, before, strict=True):
-            give_policy(layer, policy)

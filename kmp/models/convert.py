@@ -35,6 +35,7 @@ from kmp.models.indices import (
 )
 from kmp.models.optimizers import Rebuilding, scale_losses
 from kmp.models.policies import remember_policies
+from kmp.models.programs import Program
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
 from kmp.models.weights import dtype_changes, float32_weights, retype
 from kmp.precision.policy import Policy, get_policy, on_weights
@@ -273,10 +274,11 @@ def _exact_layers(
             plan = _plan(model, half, filters, exact)
             changed = [(layer, new) for layer, new, _ in plan if isinstance(new, Policy)]
             _give([(layer, on_weights(new, layer.variable_dtype)) for layer, new in changed])
-            looked = roundings(model)
+            program = Program(model)
+            looked = roundings(program)
             found = {id(each.layer): each for each in looked or ()}
             if not exact and unknown.intersection(found):
-                unknown -= {id(each.layer) for each in roundings(model, certain=True) or ()}
+                unknown -= {id(each.layer) for each in roundings(program, certain=True) or ()}
             if looked is None:  # its code cannot do with inputs that are not cast
                 casting = {key: each for key, each in exact.items() if key in unknown}
                 found = {key: each._replace(why=NEEDS_INTEGERS) for key, each in casting.items()}

@@ -6,20 +6,27 @@ from typing import Any
 from kmp.models import hazards_of_layers as layers
 from kmp.models import hazards_of_training as training
 from kmp.models.hazards_of_layers import Hazards
+from kmp.models.programs import Program
 
-HAZARDS: dict[str, Callable[[Any], Hazards]] = {
-    "unscaled float16": training.unscaled_float16,
-    "float16 on a TPU": training.float16_on_a_tpu,
-    "half weights": training.half_weights,
-    "half statistics": layers.half_statistics,
-    "half softmax": training.half_softmax,
-    "half loss": training.half_loss,
-    "half metric": training.half_metric,
-    "activity regularizer": layers.activity_regularizer,
+
+def _of_model(look: Callable[[Any], Hazards]) -> Callable[[Program], Hazards]:
+    """A danger that shows in the model, without what it computes."""
+    return lambda program: look(program.model)
+
+
+HAZARDS: dict[str, Callable[[Program], Hazards]] = {
+    "unscaled float16": _of_model(training.unscaled_float16),
+    "float16 on a TPU": _of_model(training.float16_on_a_tpu),
+    "half weights": _of_model(training.half_weights),
+    "half statistics": _of_model(layers.half_statistics),
+    "half softmax": _of_model(training.half_softmax),
+    "half loss": _of_model(training.half_loss),
+    "half metric": _of_model(training.half_metric),
+    "activity regularizer": _of_model(layers.activity_regularizer),
     "half preprocessing": layers.half_preprocessing,
     "half indices": layers.half_indices,
     "epsilon": layers.epsilon,
     "constant": layers.constant,
-    "lost on reload": training.lost_on_reload,
-    "tensor cores": layers.tensor_cores,
+    "lost on reload": _of_model(training.lost_on_reload),
+    "tensor cores": _of_model(layers.tensor_cores),
 }

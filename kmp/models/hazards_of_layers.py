@@ -12,6 +12,7 @@ from kmp._keras import is_preprocessing, layers_of, path_of, rounds_raw_inputs
 from kmp.layers import Float32OutputDense
 from kmp.models.constants import LostConstant, lost_constants
 from kmp.models.indices import INDICES, RAW_INPUTS, Rounding, roundings, whole_numbers
+from kmp.models.programs import Program
 from kmp.precision.float_formats import formats
 from kmp.precision.policy import get_policy
 from kmp.precision.trees import HALF_DTYPES
@@ -52,17 +53,17 @@ def activity_regularizer(model: Model) -> Hazards:
             )
 
 
-def half_preprocessing(model: Model) -> Hazards:
+def half_preprocessing(program: Program) -> Hazards:
     """Raw inputs, such as pixels or prices, may be beyond the range of half precision."""
-    for layer in half_layers(model):
+    for layer in half_layers(program.model):
         if is_preprocessing(layer) and rounds_raw_inputs(layer):
             yield (
                 path_of(layer),
                 f"its raw inputs are cast to {layer.compute_dtype} before it sees them.",
                 _ADVICE,
             )
-    preprocesses = any(map(is_preprocessing, layers_of(model)))
-    for each in _roundings(model, RAW_INPUTS) if preprocesses else ():
+    preprocesses = any(map(is_preprocessing, layers_of(program.model)))
+    for each in _roundings(program, RAW_INPUTS) if preprocesses else ():
         yield (
             path_of(each.layer),
             f"it casts raw inputs to {each.layer.compute_dtype} before a preprocessing layer sees "
@@ -71,9 +72,9 @@ def half_preprocessing(model: Model) -> Hazards:
         )
 
 
-def half_indices(model: keras.Model) -> Hazards:
+def half_indices(program: Program) -> Hazards:
     """Indices that a layer rounds before something is looked up by them."""
-    for each in _roundings(model, INDICES):
+    for each in _roundings(program, INDICES):
         dtype = each.layer.compute_dtype
         yield (
             path_of(each.layer),
@@ -83,8 +84,8 @@ def half_indices(model: keras.Model) -> Hazards:
         )
 
 
-def _roundings(model: keras.Model, why: str) -> list[Rounding]:
-    found = half_layers(model) and roundings(model, certain=True)
+def _roundings(program: Program, why: str) -> list[Rounding]:
+    found = half_layers(program.model) and roundings(program, certain=True)
     return [each for each in found or () if each.why == why]
 
 
@@ -98,14 +99,14 @@ def _advice_to_keep_inputs(rounding: Rounding) -> str:
     )
 
 
-def epsilon(model: Any) -> Hazards:
+def epsilon(program: Program) -> Hazards:
     """A constant that is rounded to 0, such as an epsilon, which protects from nothing then."""
-    for lost in _lost_constants(model):
+    for lost in _lost_constants(program):
         if abs(lost.number) < 1:
             yield (path_of(lost.layer), *_becomes_zero(f"the constant {lost.number:g}", lost.dtype))
-    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(program.model, "optimizer", None)
     number = getattr(getattr(optimizer, "inner_optimizer", optimizer), "epsilon", None)
-    for dtype in sorted({v.dtype for v in model.trainable_variables} & set(HALF_DTYPES)):
+    for dtype in sorted({v.dtype for v in program.model.trainable_variables} & set(HALF_DTYPES)):
         if isinstance(number, float) and 0 < number < formats[dtype].smallest_subnormal:
             yield ("optimizer", *_becomes_zero(f"epsilon={number:g}", dtype))
 
@@ -136,9 +137,9 @@ def half_statistics(model: Model) -> Hazards:
             )
 
 
-def constant(model: Model) -> Hazards:
+def constant(program: Program) -> Hazards:
     """Numbers beyond the range of the dtype that a layer computes in."""
-    for lost in _lost_constants(model):
+    for lost in _lost_constants(program):
         largest = formats[lost.dtype].largest
         if abs(lost.number) > 1:
             yield (
@@ -149,8 +150,8 @@ def constant(model: Model) -> Hazards:
             )
 
 
-def _lost_constants(model: Model) -> list[LostConstant]:
-    return lost_constants(model) if half_layers(model) else []
+def _lost_constants(program: Program) -> list[LostConstant]:
+    return lost_constants(program) if half_layers(program.model) else []
 
 
 def tensor_cores(model: Model) -> Hazards:

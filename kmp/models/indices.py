@@ -11,20 +11,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 
-from kmp._backend import backend
 from kmp._backend.types import Operation, Value
-from kmp._keras import (
-    is_graph,
-    is_preprocessing,
-    layers_of,
-    own_weights,
-    symbolic_outputs,
-    with_mask_of,
-)
-from kmp._keras.calls import Call, SymbolicRecorder, recording
-from kmp.models.heads import called_models
+from kmp._keras import is_graph, is_preprocessing
+from kmp._keras.calls import Call
+from kmp.models.programs import INPUT, WEIGHT, Program, call_of, labelled, received
 from kmp.precision.float_formats import formats
 from kmp.precision.trees import HALF_DTYPES
 
@@ -34,7 +25,6 @@ RAW_INPUTS = "hands raw inputs to preprocessing layers"
 NEEDS_INTEGERS = "rounds float indices: pass integers"  # its code mixes what it gets with half
 REASONS = (INDICES, ANGLES, RAW_INPUTS, NEEDS_INTEGERS)
 
-_INPUT, _WEIGHT = "input of the model", "weight"  # labels; a pair of call and role is one too
 _LOOKUPS = (
     keras.layers.CategoryEncoding,
     keras.layers.Discretization,
@@ -62,13 +52,13 @@ class Rounding(NamedTuple):
     by_itself: bool
 
 
-def roundings(model: Any, certain: bool = False) -> list[Rounding] | None:
+def roundings(program: Program, certain: bool = False) -> list[Rounding] | None:
     """The layers that round indices or raw inputs to half precision, under their present policies.
 
     Layers whose own code casts are looked for where Keras casts no inputs any more.
 
     Args:
-        model: built.
+        program: of the model.
         certain: leave out what may be right: angles, whose size is not known; indices of a table so
             small that half precision holds them all; and what is right if it comes as integers. A
             Functional model says whether it does, of another one nobody knows.
@@ -77,12 +67,11 @@ def roundings(model: Any, certain: bool = False) -> list[Rounding] | None:
         One for each layer; None if Keras cannot call the model symbolically.
     """
     found: dict[int, Rounding] = {}
-    for each in called_models(model):
-        operations = traced(each)
+    for part, operations in zip(program.parts, program.operations, strict=True):
         if operations is None:
             return None
-        inputs = _labelled(operations, _INPUT)
-        if certain and not is_graph(each):
+        inputs = labelled(operations, INPUT)
+        if certain and not is_graph(part):
             inputs = [x for x in inputs if _is_a_number(operations, x)]
         for rounding in _roundings(operations, inputs, certain):
             found.setdefault(id(rounding.layer), rounding)
@@ -94,37 +83,11 @@ def whole_numbers(dtype: str) -> int:
     return round(2 / formats[dtype].eps)
 
 
-# Tracing
-
-
-def traced(model: Any) -> list[Operation] | None:
-    """What a model computes, with marks; None if it cannot be called symbolically."""
-    found: list[Operation] = []
-
-    def run(note, *inputs):
-        def mark(time, call, role, tree):
-            return keras.tree.map_structure(lambda x: with_mask_of(x, note(x, (call, role))), tree)
-
-        inputs = keras.tree.map_structure(lambda x: note(x, _INPUT), inputs)
-        variables = [v for layer in layers_of(model) for v in own_weights(layer)]
-        weights = [(v, note(v.value, _WEIGHT)) for v in variables]
-        with keras.StatelessScope(state_mapping=weights), recording(SymbolicRecorder(mark)):
-            model(*inputs)
-
-    def call(*inputs):
-        nonlocal found
-        found = found or backend.operations(run, inputs)  # PyTorch is called twice
-        return inputs
-
-    with np.errstate(over="ignore"):  # a constant of the code may become inf
-        return found if symbolic_outputs(model, call) is not None else None
-
-
 # Following
 
 
 def _roundings(operations: list[Operation], inputs: list[Value], certain: bool) -> list[Rounding]:
-    weighted = _reached(operations, _labelled(operations, _WEIGHT))
+    weighted = _reached(operations, labelled(operations, WEIGHT))
     raw = _reached(operations, inputs) - weighted
     by_keras, by_themselves = [], []
     needed: dict[str, set[Value]] = {}
@@ -222,7 +185,7 @@ def _holds_all(operations: list[Operation], path: set[Value], consumer: Operatio
 
 def _is_a_number(operations: list[Operation], value: Value) -> bool:
     """Whether an input is also computed with, together with weights, as integers seldom are."""
-    weighted = _reached(operations, _labelled(operations, _WEIGHT))
+    weighted = _reached(operations, labelled(operations, WEIGHT))
     return not weighted.isdisjoint(_reached(operations, [value], floats_only=True))
 
 
@@ -230,21 +193,7 @@ def _is_index(value: Value) -> bool:
     return value.dtype.startswith(("int", "string", "uint")) and value.dtype not in _SMALL
 
 
-# Labels
-
-
-def _labelled(operations: list[Operation], label: str) -> list[Value]:
-    return [x for each in operations if each.label == label for x in each.outputs]
-
-
-def call_of(operation: Operation) -> Call | None:
-    """The call whose inputs or outputs a mark is on."""
-    return operation.label[0] if isinstance(operation.label, tuple) else None
-
-
-def received(operation: Operation) -> bool:
-    """Whether a mark is on the inputs of a call."""
-    return operation.label[1] == "input"
+# Layers
 
 
 def _casts_inputs(layer: Any) -> bool:

@@ -1,0 +1,84 @@
+"""What a model computes, as the operations of a symbolic call, with marks for calls and weights."""
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+
+from kmp._backend import backend
+from kmp._backend.types import Operation, Value
+from kmp._keras import layers_of, own_weights, symbolic_outputs, with_mask_of
+from kmp._keras.calls import Call, SymbolicRecorder, recording
+from kmp.models.heads import called_models
+from kmp.precision.temporary import under
+
+INPUT, WEIGHT = "input of the model", "weight"  # labels; a pair of call and role is one too
+
+
+class Program:
+    """What a built model computes, traced when it is first asked for, and once.
+
+    Args:
+        model: built; its policies stay as they are while this is used.
+
+    Attributes:
+        model: the same.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    @functools.cached_property
+    def parts(self) -> list[Any]:
+        """The models whose programs these are: a model without `call` has several."""
+        return list(called_models(self.model))
+
+    @functools.cached_property
+    def operations(self) -> list[list[Operation] | None]:
+        """What each part computes; None if Keras cannot call it symbolically."""
+        return [_traced(part) for part in self.parts]
+
+    @functools.cached_property
+    def operations_in_float32(self) -> list[list[Operation] | None]:
+        """The same with all layers in float32."""
+        with under(self.model, "float32"):
+            return [_traced(part) for part in self.parts]
+
+
+def _traced(model: Any) -> list[Operation] | None:
+    """What a model computes, with marks; None if it cannot be called symbolically."""
+    found: list[Operation] = []
+
+    def run(note, *inputs):
+        def mark(time, call, role, tree):
+            return keras.tree.map_structure(lambda x: with_mask_of(x, note(x, (call, role))), tree)
+
+        inputs = keras.tree.map_structure(lambda x: note(x, INPUT), inputs)
+        variables = [v for layer in layers_of(model) for v in own_weights(layer)]
+        weights = [(v, note(v.value, WEIGHT)) for v in variables]
+        with keras.StatelessScope(state_mapping=weights), recording(SymbolicRecorder(mark)):
+            model(*inputs)
+
+    def call(*inputs):
+        nonlocal found
+        found = found or backend.operations(run, inputs)  # PyTorch is called twice
+        return inputs
+
+    with np.errstate(over="ignore"):  # a constant of the code may become inf
+        return found if symbolic_outputs(model, call) is not None else None
+
+
+def labelled(operations: list[Operation], label: str) -> list[Value]:
+    """The values with a label."""
+    return [x for each in operations if each.label == label for x in each.outputs]
+
+
+def call_of(operation: Operation) -> Call | None:
+    """The call whose inputs or outputs a mark is on."""
+    return operation.label[0] if isinstance(operation.label, tuple) else None
+
+
+def received(operation: Operation) -> bool:
+    """Whether a mark is on the inputs of a call."""
+    return operation.label[1] == "input"
