@@ -137,9 +137,19 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
         now, floor = as_number(scale), min(loss_scale, rule.min_scale)
         then = max(loss_scale * rule.backoff_factor, floor)
         scale.assign(then)
-        optimizer.step_counter.assign(0)
+        _count_anew(optimizer)
         changes.append(f"loss scale {now:g} -> {then:g}")
     return changes
+
+
+def _count_anew(optimizer: Any) -> None:
+    """Begin again to count the steps to the scale's next change."""
+    if not isinstance(optimizer, LossScaleOptimizer):
+        optimizer.step_counter.assign(0)
+        return
+    initial = optimizer.loss_scale.init()._asdict()
+    for name, variable in optimizer.scaled_step.counters.counts.items():
+        variable.assign(initial[name])
 
 
 def _scale_of(optimizer: Any) -> Variable | None:

@@ -4,7 +4,7 @@ A layer's moving variance hardly grows in a step of sound training. If a batch w
 more than the factor of `spikes=`, all moving statistics stay as they were before that step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from keras import ops
@@ -12,41 +12,42 @@ from keras.layers import BatchNormalization
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
-from kmp._keras import layers_of
 
 _FIRST_STEPS = 100  # in which moving variances come down, or up, from 1
 
 
-def hold_statistics(model: Any, before: Mapping[int, Tensor], applied: Tensor) -> None:
+def hold_statistics(
+    optimizer: Any,
+    norms: Sequence[BatchNormalization],
+    kept: Sequence[tuple[Variable, Tensor]],
+    applied: Tensor,
+) -> None:
     """Put the moving statistics back if a step has multiplied one by more than the rule's factor.
 
     As for gradients there is a budget: a true change of scale is followed once it is spent.
 
     Args:
-        model: compiled with a `kmp.LossScaleOptimizer` that has `spikes`.
-        before: values of its variables before the step, by their ids.
+        optimizer: a `kmp.LossScaleOptimizer` with `spikes`, if there are `norms`.
+        norms: the batch normalizations.
+        kept: variables, theirs among them, with their values before the step.
         applied: bool[], whether the step was applied. A skipped one has been undone already.
     """
-    optimizer, statistics = model.optimizer, _statistics_of(model)
-    if not statistics:
+    before = {id(v): x for v, x in kept} if norms else {}
+    moved = [x for x in norms if x.trainable and id(getattr(x, "moving_variance", None)) in before]
+    if not moved:
         return
     rule, spent = optimizer.spikes, optimizer.statistics_spent
-    grown = [_largest(v.value) > rule.factor * _largest(before[id(v)]) for _, v in statistics]
+    variances = [x.moving_variance for x in moved]
+    grown = [_largest(v.value) > rule.factor * _largest(before[id(v)]) for v in variances]
     jumps = ops.any(ops.stack(grown))
     has_budget = rule.has_budget(ops.convert_to_tensor(spent))
     is_late = ops.convert_to_tensor(optimizer.steps) > _FIRST_STEPS
     holds = ops.logical_and(ops.logical_and(jumps, has_budget), ops.logical_and(is_late, applied))
-    variables = [v for pair in statistics for v in pair]
+    variables = [v for x in moved for v in (x.moving_mean, x.moving_variance)]
     backend.restore_unless(ops.logical_not(holds), variables, [before[id(v)] for v in variables])
     spent.assign(rule.spend(ops.convert_to_tensor(spent), holds))
     held = ops.convert_to_tensor(optimizer.held_statistics)
     optimizer.held_statistics.assign(held + ops.cast(holds, "int32"))
-
-
-def _statistics_of(model: Any) -> list[tuple[Variable, Variable]]:
-    """The moving mean and variance of each batch normalization that training moves."""
-    norms = [x for x in layers_of(model) if isinstance(x, BatchNormalization)]
-    return [(x.moving_mean, x.moving_variance) for x in norms if x.built and x.trainable]
 
 
 def _largest(variance: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """What a skipped step must not leave behind, and the train step that sees to it."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keras import ops
-from keras.layers import SpectralNormalization
+from keras.layers import BatchNormalization, SpectralNormalization
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
@@ -29,6 +30,7 @@ class _Kept(NamedTuple):
         counter: int[] or float[], what tells a skipped step; see `_skip_counter`.
         nonfinite_losses: int32[], the tracker's.
         spikes: int32[], steps left out as spikes, if the optimizer leaves out any.
+        norms: the batch normalizations, whose statistics are held then.
         scale: the state of the loss scale, if the optimizer must be told of the loss.
     """
 
@@ -39,6 +41,7 @@ class _Kept(NamedTuple):
     counter: Tensor
     nonfinite_losses: Tensor
     spikes: Tensor | None
+    norms: list[BatchNormalization]
     scale: Any
 
 
@@ -62,12 +65,12 @@ def protected_step(
     is_first = True
 
     def before() -> _Kept:
-        state = _undone_by_a_skip(model, tracker)
+        layers = layers_of(model)
+        state = _undone_by_a_skip(model, layers, tracker)
         variables = [v for v in state if not isinstance(v, Buffer) or v.key not in idle]
         averages = _averages(model, tracker)
         counters = [_skip_counter(optimizer), tracker.nonfinite_losses, *_spike_counter(optimizer)]
-        everything = [*counters, *variables, *(v for average in averages for v in average)]
-        values = backend.copied_values(everything)
+        values = backend.copied_values([*counters, *variables, *itertools.chain(*averages)])
         (counter, losses, *spikes), values = values[: len(counters)], values[len(counters) :]
         sums = iter(values[len(variables) :])
         return _Kept(
@@ -78,6 +81,7 @@ def protected_step(
             counter=counter,
             nonfinite_losses=losses,
             spikes=spikes[0] if spikes else None,
+            norms=[x for x in layers if isinstance(x, BatchNormalization)] if spikes else [],
             scale=optimizer.scaled_step.counters.state if told_late else None,
         )
 
@@ -89,8 +93,7 @@ def protected_step(
             is_first = False
             idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
         backend.restore_unless(applied, [v for v, _ in pairs], [x for _, x in pairs])
-        if kept.spikes is not None:
-            hold_statistics(model, {id(v): x for v, x in pairs}, applied)
+        hold_statistics(optimizer, kept.norms, pairs, applied)
         nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
         _restore_averages(kept, applied, _is_lost(optimizer, kept, nonfinite))
         if kept.scale is not None:
@@ -177,9 +180,9 @@ def _present_logs(model: Any, logs: Any) -> Any:
     return results if isinstance(logs, dict) and logs.keys() == results.keys() else logs
 
 
-def _undone_by_a_skip(model: Any, tracker: LossTracker) -> list[Variable]:
+def _undone_by_a_skip(model: Any, layers: list[Any], tracker: LossTracker) -> list[Variable]:
     """The layers' state, and what the tracker knows of the steps that were applied."""
-    state = [v for layer in layers_of(model) for v in _assigned_by(layer)]
+    state = [v for layer in layers for v in _assigned_by(layer)]
     if any(metric is tracker for metric in model.metrics):
         state += tracker.of_applied_steps
     return list({id(v): v for v in state}.values())

@@ -86,10 +86,10 @@ class Look(NamedTuple):
     before: StepNumbers  # on the host if the flags are
     nonfinite: Tensor  # float32[num_variables], above 0 where a gradient is not finite
     blamed: tuple[Tensor, Tensor] | None  # from `measure.blame`; None if nobody has asked yet
-    # Of the gradients of this step, if the plan asks for them in every step:
-    max_abs: Tensor | None = None  # float32[], the largest true gradient
-    norm: Tensor | None = None  # float32[], the norm of all true gradients
-    norms: Tensor | None = None  # float32[num_variables], of each
+    # Of the true gradients of this step, if the plan asks for them:
+    max_abs: Tensor | None = None  # float32[], the largest
+    norm: Tensor | None = None  # float32[], the l2 norm of all
+    norms: Tensor | None = None  # float32[num_variables], that of each
     # None if nothing is measured:
     due_levels: Tensor | None = None  # bool[], whether this step measures levels
     due_details: Tensor | None = None  # bool[], whether this step measures details
@@ -107,7 +107,8 @@ class MeasurePlan:
     specs: tuple[GradientSpec, ...]  # of each variable. Only gradients of one spec are stacked
     sharding: Sharding  # how the variables lie on the devices
     levels: bool  # whether the levels of all gradients are measured
-    every_step: bool  # whether a rule needs the levels of every step
+    max_abs: bool  # whether the loss-scaling rule needs the largest gradient of every step
+    norm: bool  # whether the rule that leaves out spikes needs the norm of every step
     sizes: tuple[int, ...] = dataclasses.field(init=False)  # each variable's number of elements
     # Whether it is split over devices. Its gradient is then not stacked with others
     split: tuple[bool, ...] = dataclasses.field(init=False)
@@ -152,7 +153,7 @@ class MeasurePlan:
     def is_checked_with_levels(self, group: GradientGroup, way: _Way) -> bool:
         """Tell whether every step measures the levels of a group."""
         small, large = way.with_the_check
-        return self.every_step or (self.levels and (small if group.stacked else large))
+        return self.max_abs or self.norm or (self.levels and (small if group.stacked else large))
 
 
 class Gradients(NamedTuple):
@@ -210,19 +211,20 @@ def look(
     blamed = measure.blame(nonfinite) if gradients.divide else None
     (number,) = blamed[:1] if blamed else backend.reduce_columns((nonfinite,), (0,))
     sampling, counters = [due.sampling] if due else [], before.tensors
-    measured = [number]
-    if plan.every_step:
-        levels = plan.of_gradients(levels)
-        measured.append(measure.global_norm(levels))
+    norm = [measure.global_norm(plan.of_gradients(levels))] if plan.norm else []
+    measured = [number, *norm]
     others = [loss_nonfinite, *counters, *sampling]
     (number, *norm), (loss_nonfinite, *read) = backend.read_numbers(measured, others)
     finite, loss_finite = number == 0, loss_nonfinite == 0
     before = before.filled(read[: len(counters)])
     on_host = isinstance(finite, np.bool_)
     seen = Look(finite, loss_finite, before, nonfinite, blamed, on_host=on_host)
-    if plan.every_step:
-        largest = ops.max(levels[:, measure.MAX_ABS], initial=0)
-        seen = seen._replace(max_abs=largest, norm=norm[0], norms=levels[:, measure.L2_NORM])
+    if plan.max_abs:
+        largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
+        seen = seen._replace(max_abs=largest)
+    if plan.norm:
+        norms = plan.of_gradients(levels)[:, measure.L2_NORM]
+        seen = seen._replace(norm=norm[0], norms=norms)
     if due is None:
         return seen
     due_levels, due_details = due.flags(before.step, before.consecutive_skips, read[-1])

@@ -94,12 +94,11 @@ def _state_values(
         store: the file.
     """
     rule, counters = optimizer.loss_scale, optimizer.scaled_step.counters
-    variables, initial = counters.rule._asdict(), rule.init()._asdict()
-    own = {name: v for name, v in variables.items() if name not in ("scale", "overflows")}
+    own, initial = counters.counts, rule.init()._asdict()
     if stored != type(rule).__name__:  # whose counts mean something else
         values = [(v, initial[name]) for name, v in own.items()]
         if stored == NoOpLossScale.__name__:  # its 1 was never searched for
-            values.append((variables["scale"], initial["scale"]))
+            values.append((counters.rule.scale, initial["scale"]))
         return values
     keys = {*store.keys()}
     values = [(v, initial[name]) for name, v in own.items() if v.name not in keys]

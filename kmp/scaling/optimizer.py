@@ -176,16 +176,7 @@ class LossScaleOptimizer(WrapsInner):
         self.variable_paths = tuple(getattr(v, "path", v.name) for v in var_list)
         self.skipped_steps = self.add_counter("skipped_steps", dtype="int32")
         self.consecutive_skips = self.add_counter("consecutive_skips", dtype="int32")
-        peak: Any = ()
-        if self.spikes is not None:
-            self.skipped_spikes = self.add_counter("skipped_spikes", dtype="int32")
-            self.held_statistics = self.add_counter_of_replicas("held_statistics")
-            self.statistics_spent = self.add_counter_of_replicas("statistics_spent")
-            peak = PeakState(
-                peak=self.add_counter("spike_peak"),
-                norms=self.add_counter("spike_norms", dtype="int32"),
-                spent=self.add_counter("spike_spent", dtype="int32"),
-            )
+        peak = self._add_peak()
         counters = Counters(
             rule=self._add_state(),
             peak=peak,
@@ -201,8 +192,13 @@ class LossScaleOptimizer(WrapsInner):
             )
         if self.on_overflow == "drop_window" and self.gradient_accumulation_steps:
             self.window = DroppedWindow(self.inner_optimizer, self.add_counter)
-        every_step = self.spikes is not None or getattr(self.loss_scale, "reads_max_abs", False)
-        plan = plan_for(var_list, self.inner_optimizer, self.measure_gradients, every_step)
+        plan = plan_for(
+            var_list,
+            self.inner_optimizer,
+            measures=self.measure_gradients,
+            max_abs=getattr(self.loss_scale, "reads_max_abs", False),
+            norm=self.spikes is not None,
+        )
         self.scaled_step = ScaledStep(
             self.inner_optimizer,
             var_list,
@@ -211,6 +207,19 @@ class LossScaleOptimizer(WrapsInner):
             self.telemetry,
             self.window,
             self.spikes,
+        )
+
+    def _add_peak(self) -> Any:
+        """The variables of the rule that leaves out spikes; () if there is none."""
+        if self.spikes is None:
+            return ()
+        self.skipped_spikes = self.add_counter("skipped_spikes", dtype="int32")
+        self.held_statistics = self.add_counter_of_replicas("held_statistics")
+        self.statistics_spent = self.add_counter_of_replicas("statistics_spent")
+        return PeakState(
+            peak=self.add_counter("spike_peak"),
+            norms=self.add_counter("spike_norms", dtype="int32"),
+            spent=self.add_counter("spike_spent", dtype="int32"),
         )
 
     def _add_state(self) -> Any:

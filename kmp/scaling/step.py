@@ -56,6 +56,12 @@ class Counters:
         """What the rule's `next` takes."""
         return _read(self.rule)
 
+    @property
+    def counts(self) -> dict[str, Variable]:
+        """The fields of the rule's state that mean something to this rule alone."""
+        fields = self.rule._asdict().items()
+        return {name: v for name, v in fields if name not in ("scale", "overflows")}
+
     def numbers(self) -> StepNumbers:
         """What the step that now begins reads of them."""
         return StepNumbers(
@@ -171,7 +177,7 @@ class ScaledStep:
     ) -> None:
         """Write the next scale, the counters and the measurements."""
         counters, (step, skips, before, _) = self.counters, seen.before
-        largest = (seen.max_abs,) if getattr(rule, "reads_max_abs", False) else ()
+        largest = () if seen.max_abs is None else (seen.max_abs,)
         after = _next_state(rule, before, seen.finite, *largest)
         nonfinite = ~(seen.finite | seen.loss_finite)
         if knows_loss and (not seen.on_host or nonfinite):
@@ -257,7 +263,7 @@ def _unscaled(
 
 
 def plan_for(
-    variables: Sequence[Variable], inner: Any, measures: bool, every_step: bool
+    variables: Sequence[Variable], inner: Any, *, measures: bool, max_abs: bool, norm: bool
 ) -> MeasurePlan:
     """Plan what is measured of the gradients of the variables that `inner` updates."""
     dtypes = gradient_dtypes(inner, variables)
@@ -269,5 +275,6 @@ def plan_for(
         ),
         sharding=backend.sharding(layouts_of(variables)),
         levels=measures,
-        every_step=every_step,
+        max_abs=max_abs,
+        norm=norm,
     )
