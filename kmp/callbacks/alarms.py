@@ -111,7 +111,8 @@ class Alarms:
             {event.variable: f"{event.growth:.3g} times its size"},
             f"step {event.step}, batch {event.step - began - 1} of this epoch (counted from 0), "
             f"was left out: its gradients' norm, {event.norm:.3g}, is above the limit of "
-            f"{event.limit:.3g}. Look at the batch: it is bad, or rare and important.",
+            f"{event.limit:.3g}. Look at the batch: it is bad, or rare and important. "
+            "kmp.debug.explain_spike(model, x, y, (other_x, other_y)) tells what is unusual in it.",
         )
 
     def _overflow(self, report: GradientReport, in_float16: bool) -> None:

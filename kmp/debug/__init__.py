@@ -6,9 +6,11 @@ from kmp.debug.nonfinite import NonfiniteReport, locate_nonfinite
 from kmp.debug.precisions import LayerPrecision, PrecisionReport, compare_precisions
 from kmp.debug.ranges import LayerRange, Share
 from kmp.debug.stats import TensorStats, sqnr, tensor_stats
+from kmp.debug.unusual import Growth, SpikeExplanation, explain_spike
 
 __all__ = [
     "Diagnosis",
+    "Growth",
     "LayerPrecision",
     "LayerRange",
     "MemoryReport",
@@ -16,9 +18,11 @@ __all__ = [
     "NonfiniteReport",
     "PrecisionReport",
     "Share",
+    "SpikeExplanation",
     "TensorStats",
     "compare_precisions",
     "diagnose",
+    "explain_spike",
     "locate_nonfinite",
     "memory_report",
     "sqnr",
