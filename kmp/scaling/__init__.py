@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from kmp.health.spikes import SkipSpikes
 from kmp.precision.trees import all_finite, max_abs, select_tree
 from kmp.scaling import rules
 from kmp.scaling.amax import AmaxLossScale
@@ -15,7 +16,6 @@ from kmp.scaling.rules import (
     ScaleState,
     StaticLossScale,
 )
-from kmp.scaling.spikes import SkipSpikes
 
 __all__ = [
     "AmaxLossScale",

@@ -15,12 +15,12 @@ from kmp._common import checked_choice
 from kmp._keras import optimizer as keras_optimizer
 from kmp.half_memory import HalfMemory
 from kmp.health.report import GradientReport, read_report
+from kmp.health.spikes import PeakState
+from kmp.health.spikes import get as get_spikes
 from kmp.health.telemetry import NO_SAMPLING, Telemetry
 from kmp.precision.trees import all_finite
 from kmp.scaling import arguments, checkpoint
 from kmp.scaling.inner import ON_OVERFLOW, DroppedWindow, WrapsInner
-from kmp.scaling.spikes import PeakState
-from kmp.scaling.spikes import get as get_spikes
 from kmp.scaling.step import Counters, ScaledStep, plan_for
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from kmp._backend import backend
-from kmp._backend.types import Tensor, Tree
+from kmp._backend.types import ON_HOST, Tensor, Tree
 from kmp._common import check_factors, check_scales, is_number, number, scale_number, whole_number
 
 
@@ -288,7 +288,6 @@ def dynamic(rule: Any) -> DynamicLossScale | None:
     return rule if isinstance(rule, DynamicLossScale) else None
 
 
-ON_HOST = (np.generic, np.ndarray)  # what the host has read (`torch.compile` knows no union type)
 _NAMED: dict[str, Callable[[], LossScale]] = {"dynamic": DynamicLossScale, "none": NoOpLossScale}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from keras import ops
 
 from kmp._backend import backend
-from kmp._backend.types import Gradient, Tensor, Variable
+from kmp._backend.types import ON_HOST, Gradient, Tensor, Variable
 from kmp._keras.optimizer import layouts_of
 from kmp.half_memory import gradient_dtypes
 from kmp.health.measure import GradientGroup
@@ -26,17 +26,11 @@ from kmp.health.plan import (
     look,
     take_sample,
 )
+from kmp.health.spikes import SkipSpikes
 from kmp.health.telemetry import Telemetry
 from kmp.precision.trees import cast_floats
 from kmp.scaling.inner import DroppedWindow
-from kmp.scaling.rules import (
-    ON_HOST,
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
-from kmp.scaling.spikes import SkipSpikes
+from kmp.scaling.rules import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 
 
 @dataclasses.dataclass(frozen=True)

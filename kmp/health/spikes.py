@@ -11,9 +11,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from kmp._backend.types import Tensor
+from kmp._backend.types import ON_HOST, Tensor
 from kmp._common import number, whole_number
-from kmp.scaling.rules import ON_HOST
 
 _KNOWN = 16  # norms that the rule waits for
 _REPLENISHES = 10_000  # steps after which the budget allows for one more spike
