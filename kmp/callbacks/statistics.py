@@ -13,8 +13,6 @@ from keras.layers import BatchNormalization
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
 
-_FIRST_STEPS = 100  # in which moving variances come down, or up, from 1
-
 
 def hold_statistics(
     optimizer: Any,
@@ -36,19 +34,13 @@ def hold_statistics(
     moved = [x for x in norms if x.trainable and id(getattr(x, "moving_variance", None)) in before]
     if not moved:
         return
-    rule, spent = optimizer.spikes, optimizer.statistics_spent
+    rule, counter = optimizer.spikes, optimizer.statistics_spent
+    steps, spent = ops.convert_to_tensor(optimizer.steps), ops.convert_to_tensor(counter)
     variances = [x.moving_variance for x in moved]
-    grown = [_largest(v.value) > rule.factor * _largest(before[id(v)]) for v in variances]
-    jumps = ops.any(ops.stack(grown))
-    has_budget = rule.has_budget(ops.convert_to_tensor(spent))
-    is_late = ops.convert_to_tensor(optimizer.steps) > _FIRST_STEPS
-    holds = ops.logical_and(ops.logical_and(jumps, has_budget), ops.logical_and(is_late, applied))
+    grown = [rule.keeps_statistics(before[id(v)], v.value, steps, spent) for v in variances]
+    holds = ops.logical_and(ops.any(ops.stack(grown)), applied)
     variables = [v for x in moved for v in (x.moving_mean, x.moving_variance)]
     backend.restore_unless(ops.logical_not(holds), variables, [before[id(v)] for v in variables])
-    spent.assign(rule.spend(ops.convert_to_tensor(spent), holds))
+    counter.assign(rule.spend(spent, holds))
     held = ops.convert_to_tensor(optimizer.held_statistics)
     optimizer.held_statistics.assign(held + ops.cast(holds, "int32"))
-
-
-def _largest(variance: Tensor) -> Tensor:
-    return ops.cast(ops.max(variance), "float32")

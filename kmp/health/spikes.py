@@ -15,6 +15,7 @@ from kmp._backend.types import ON_HOST, Tensor
 from kmp._common import number, whole_number
 
 _KNOWN = 16  # norms that the rule waits for
+_FIRST_STEPS = 100  # in which batch statistics may grow by any factor
 _REPLENISHES = 10_000  # steps after which the budget allows for one more spike
 
 
@@ -133,6 +134,21 @@ class SkipSpikes:
         xp = np if isinstance(spent, ON_HOST) else ops
         return xp.maximum(spent - 1, 0) + xp.where(spike, _REPLENISHES, 0)
 
+    def keeps_statistics(
+        self, before: Tensor, after: Tensor, steps: Tensor, spent: Tensor
+    ) -> Tensor:
+        """Return bool[]: whether batch statistics must stay as they were before a step.
+
+        Args:
+            before: [channels], of any float dtype, a moving variance.
+            after: of the same shape, what it would be after the step.
+            steps: int32[] or float32[], steps so far. In the first 100 a moving variance comes
+                down, or up, from 1.
+            spent: int32[], as in `PeakState`, but of this budget.
+        """
+        before, after = (ops.cast(ops.max(each), "float32") for each in (before, after))
+        return (after > self.factor * before) & (steps > _FIRST_STEPS) & self.has_budget(spent)
+
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""
         return dataclasses.asdict(self)
@@ -147,7 +163,7 @@ _LARGEST = np.finfo("float32").max
 
 
 def get(identifier: Any) -> SkipSpikes | None:
-    """Return the rule that `spikes` of `kmp.scaled` names, or whose saved config it is.
+    """Return the rule that an argument `spikes` names, or whose saved config it is.
 
     Example:
 
@@ -162,8 +178,8 @@ def get(identifier: Any) -> SkipSpikes | None:
         return identifier
     raise ValueError(
         '`spikes` must be None, "skip" or a kmp.SkipSpikes. Received: '
-        f'spikes={identifier!r} (of type {type(identifier).__name__}). Write spikes="skip" to '
-        "leave out steps whose gradients are 10 times the largest lately."
+        f'spikes={identifier!r} (of type {type(identifier).__name__}). Write spikes="skip" for '
+        "the rule with its defaults, kmp.SkipSpikes(factor=10)."
     )
 
 

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from kmp._backend import backend
 from kmp._backend.types import DType, Tensor
+from kmp.health.spikes import SkipSpikes
+from kmp.health.spikes import get as get_spikes
 from kmp.precision.policy import Policy
 from kmp.precision.trees import at_least_float32, is_float
 
@@ -34,6 +37,14 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
 
     A batch with finite activations whose *gradients* overflow does update the statistics.
 
+    One finite batch in the wrong unit ruins the statistics as well, while its gradients look
+    ordinary. With `spikes="skip"` they stay as they were in a batch that would multiply the largest
+    moving variance by more than 10, after the first 100 batches. As for gradients, at most 8 may
+    follow one another, and one more for every 10,000: a true change of scale is followed. This is
+    for training loops of your own: `kmp.scaled(..., spikes="skip")` does the same for all batch
+    normalizations of a `fit` with kmp's callbacks. Two more weights count the batches and what is
+    spent; files of the layer without the rule load.
+
     gamma, beta and the moving statistics are float32 variables under every policy, including
     `"float16"`. Arguments, call arguments and weights are those of
     `keras.layers.BatchNormalization`, except for renormalization, so each layer loads the other's
@@ -51,6 +62,7 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
         axis: int, the axis of the channels; 1 for channels-first inputs.
         momentum: float in [0, 1], the weight of the old moving statistics in each update.
         epsilon: float above 0, added to the variance.
+        spikes: None, "skip" or a `kmp.SkipSpikes`, of which `factor` and `patience` count.
         **kwargs: other arguments of `keras.layers.BatchNormalization`, such as `center`,
             `scale`, `synchronized` (TensorFlow: moments over all replicas), `name`, `dtype`.
 
@@ -65,8 +77,8 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
         `kmp.Policy` that has one.
 
     Raises:
-        ValueError: if `momentum`, `epsilon` or the shape of `mask` is invalid, if `renorm` is True,
-            or if `synchronized` is True on a backend other than TensorFlow.
+        ValueError: if `momentum`, `epsilon`, `spikes` or the shape of `mask` is invalid, if
+            `renorm` is True, or if `synchronized` is True on a backend other than TensorFlow.
 
     Example:
         >>> layer = Float32BatchNormalization(dtype="mixed_float16")
@@ -80,7 +92,12 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
     """
 
     def __init__(
-        self, axis: int = -1, momentum: float = 0.99, epsilon: float = 1e-3, **kwargs: Any
+        self,
+        axis: int = -1,
+        momentum: float = 0.99,
+        epsilon: float = 1e-3,
+        spikes: Any = None,
+        **kwargs: Any,
     ):
         if not 0 <= momentum <= 1:
             raise ValueError(
@@ -98,6 +115,28 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
                 "Use keras.layers.BatchNormalization(renorm=True, dtype='float32') instead."
             )
         super().__init__(axis=axis, momentum=momentum, epsilon=epsilon, **kwargs)
+        self.spikes = get_spikes(spikes)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        if self.spikes is not None:
+            for name in ("batches", "spent"):
+                setattr(
+                    self,
+                    name,
+                    self.add_weight(name=name, shape=(), trainable=False, initializer="zeros"),
+                )
+
+    def load_own_variables(self, store):
+        if self.spikes is not None and len(store.keys()) == len(self.variables) - 2:
+            # Of a layer without the rule: it counts anew.
+            counts = {str(len(self.variables) - i): np.zeros(()) for i in (2, 1)}
+            store = {**{name: store[name] for name in [*store.keys()]}, **counts}
+        super().load_own_variables(store)
+
+    def get_config(self):
+        spikes = self.spikes and keras.saving.serialize_keras_object(self.spikes)
+        return {**super().get_config(), "spikes": spikes}
 
     def add_weight(self, *args, **kwargs):
         return super().add_weight(*args, **{**kwargs, "dtype": "float32", "autocast": False})
@@ -190,10 +229,34 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
     def _update_moving(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         finite = ops.all(ops.logical_and(ops.isfinite(mean), ops.isfinite(variance)))
         learn = ops.logical_and(finite, count > 0)
-        for moving, batch in ((self.moving_mean, mean), (self.moving_variance, variance)):
-            old = ops.convert_to_tensor(moving)
-            new = old * self.momentum + ops.cast(batch, "float32") * (1 - self.momentum)
-            moving.assign(ops.where(learn, new, old))
+        pairs = ((self.moving_mean, mean), (self.moving_variance, variance))
+        old = [ops.convert_to_tensor(moving) for moving, _ in pairs]
+        new = [
+            before * self.momentum + ops.cast(batch, "float32") * (1 - self.momentum)
+            for before, (_, batch) in zip(old, pairs, strict=True)
+        ]
+        if self.spikes is not None:
+            learn = self._without_spikes(self.spikes, old[1], new[1], ops.all(learn))
+        for (moving, _), before, after in zip(pairs, old, new, strict=True):
+            moving.assign(ops.where(learn, after, before))
+
+    def _without_spikes(
+        self, rule: SkipSpikes, before: Tensor, after: Tensor, learn: Tensor
+    ) -> Tensor:
+        """Return bool[], whether the statistics take in a batch, and count it.
+
+        Args:
+            rule: the layer's.
+            before: float32[channels], the moving variance.
+            after: float32[channels], what it would be.
+            learn: bool[], whether the batch has sound moments.
+        """
+        batches, spent = (ops.cast(x, "int32") for x in (self.batches, self.spent))
+        keeps = rule.keeps_statistics(before, after, batches, spent)
+        spike = ops.logical_and(keeps, learn)
+        self.batches.assign(ops.where(learn, batches + 1, batches))
+        self.spent.assign(ops.where(learn, rule.spend(spent, spike), spent))
+        return ops.logical_and(learn, ops.logical_not(spike))
 
 
 class Moments(NamedTuple):
