@@ -8,8 +8,8 @@ CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 PYTEST_OLDEST = $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal \
   -m "not wide and (not slow or quick)"
-# The contract compiles as users do, on all versions. The other tests leave out what XLA's CPU
-# compiler does for speed, which takes a third of the time.
+# What `make test` runs compiles as users do, and so does the contract on all versions. The other
+# tests leave out what XLA's CPU compiler does for speed, which takes a third of the time.
 QUICK = XLA_FLAGS=--xla_backend_optimization_level=0
 # What the oldest versions run besides: layers, callbacks, conversion, checkpoints.
 OLDEST = tests/layers tests/callbacks tests/models/test_convert.py tests/precision \
@@ -26,17 +26,15 @@ TORCH = $(CORE) $(patsubst %,tests/%,test_custom_loops.py test_defects.py test_f
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
 
-# Lint, types, the contract and every public name: TensorFlow, and the contract's core on JAX.
+# Lint, types, the contract and a sixth of the other tests on TensorFlow, and the core on JAX.
 test: $(VENV)/test.stamp lint
-	KERAS_BACKEND=tensorflow $(PYTEST) -m "not wide and not slow" $(CORE)
-	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) -m "not wide and (not slow or quick)" \
-	  $(CORE:%=--ignore=%)
+	KERAS_BACKEND=tensorflow $(PYTEST) -m first
 	KERAS_BACKEND=jax $(PYTEST) -m "core and not wide and not slow" $(CORE)
 
 # Every test: on TensorFlow and JAX, which share the further points of the grids; the core on PyTorch
 # and on the oldest versions. CI runs this. What `make test` has just run is left out.
 test-all: test test-oldest
-	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "wide or (slow and not quick)"
+	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "not first"
 	$(QUICK) KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
 	KERAS_BACKEND=torch $(PYTEST) --durations=25 -m "not wide and (not slow or quick)" $(TORCH)
 

@@ -49,6 +49,19 @@ SHARE_THE_GRID = ("tensorflow", "jax")
 MODES = {"graph", "xla", "jit"}  # what is about one of these is about this backend
 
 
+ALL_OF = {"test_contract.py", "test_faults.py", "test_house.py"}  # of these the first run has all
+
+
+def is_first(item):
+    """Whether `make test` runs this test on TensorFlow: the core, and a sixth of the others."""
+    marks = {mark.name for mark in item.iter_markers()}
+    if "wide" in marks or ("slow" in marks and "quick" not in marks):
+        return False
+    if item.path.name in ALL_OF or "quick" in marks:
+        return True
+    return zlib.crc32(item.nodeid.encode()) % 6 == 0
+
+
 def is_the_others(item):
     """Whether the other backend runs this test, which is wide or slow."""
     if BACKEND not in SHARE_THE_GRID or os.environ.get("KMP_WHOLE_GRID"):
@@ -63,11 +76,14 @@ def is_the_others(item):
     return SHARE_THE_GRID[zlib.crc32(item.nodeid.encode()) % 2] != BACKEND
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(config, items):
     theirs = {item for item in items if is_the_others(item)}
     config.hook.pytest_deselected(items=list(theirs))
     items[:] = [item for item in items if item not in theirs]
     for item in items:
+        if is_first(item):
+            item.add_marker("first")
         markers = list(item.iter_markers("only"))  # all hold: a function's and its parameter's
         if item.get_closest_marker("any_backend") and not markers:
             markers = [pytest.mark.only("tensorflow")]
