@@ -240,7 +240,8 @@ class LearningRateFinder(keras.callbacks.Callback):
         if self._over:
             return
         if not math.isfinite(loss):
-            return self._stop("the loss was not finite")
+            self._stop("the loss was not finite")
+            return
         self.learning_rates.append(learning_rate)
         self.losses.append(loss)
         if has_diverged(self.losses) and len(self.losses) < self.steps:

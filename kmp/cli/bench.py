@@ -219,21 +219,21 @@ def _check(policies: Sequence[str], batch_size: int, steps: int, rounds: int) ->
 def bench_table(results: Sequence[BenchResult]) -> str:
     """The table that `bench` prints, and below it what was not finite."""
     header = ["policy", "step ms [quartiles]", "speed [quartiles]", "first step s", "memory MiB"]
-    rows = [[*header, "SQNR dB", "skipped", "final loss"]]
-    for each in results:
-        rows.append(
-            [
-                each.policy,
-                "{:.3g} [{:.3g}, {:.3g}]".format(*each.step_ms),
-                "{:.2f}x [{:.2f}, {:.2f}]".format(*each.speedup),
-                f"{each.first_step_s:.2f}",
-                mebibytes(each.memory),
-                "-" if each.policy == "float32" else f"{each.output_sqnr:.1f}",
-                f"{each.skipped_steps} of {each.steps}",
-                f"{each.final_loss:.6g}",
-            ]
-        )
-    lines = [table(rows), f"Memory: {results[0].memory.source}."]
+    header += ["SQNR dB", "skipped", "final loss"]
+    rows = [
+        [
+            each.policy,
+            "{:.3g} [{:.3g}, {:.3g}]".format(*each.step_ms),
+            "{:.2f}x [{:.2f}, {:.2f}]".format(*each.speedup),
+            f"{each.first_step_s:.2f}",
+            mebibytes(each.memory),
+            "-" if each.policy == "float32" else f"{each.output_sqnr:.1f}",
+            f"{each.skipped_steps} of {each.steps}",
+            f"{each.final_loss:.6g}",
+        ]
+        for each in results
+    ]
+    lines = [table([header, *rows]), f"Memory: {results[0].memory.source}."]
     for each in results:
         if not each.finite:
             what = "outputs before training" if not each.outputs_finite else "final loss"

@@ -77,20 +77,19 @@ class Certificate:
     @property
     def cells(self) -> list[list[str]]:
         """The rows of a table, its header first."""
-        rows = [[*_HEADER]]
-        for each in self.runs:
-            rows.append(
-                [
-                    each.policy,
-                    _mean_and_deviation(each.metrics),
-                    *_verdict(each, self.task.relative),
-                    f"{each.step_ms.median:.3g}",
-                    "{:.2f}x [{:.2f}, {:.2f}]".format(*each.speedup),
-                    mebibytes(each.memory),
-                    f"{each.skipped_steps} of {each.steps}",
-                ]
-            )
-        return rows
+        rows = [
+            [
+                each.policy,
+                _mean_and_deviation(each.metrics),
+                *_verdict(each, self.task.relative),
+                f"{each.step_ms.median:.3g}",
+                "{:.2f}x [{:.2f}, {:.2f}]".format(*each.speedup),
+                mebibytes(each.memory),
+                f"{each.skipped_steps} of {each.steps}",
+            ]
+            for each in self.runs
+        ]
+        return [[*_HEADER], *rows]
 
     @property
     def title(self) -> str:

@@ -117,7 +117,8 @@ formats = Formats()
 def table() -> str:
     """The formats as a text table, one per line, as `python -m kmp formats` prints it."""
     columns = [field.name for field in dataclasses.fields(Format)]
-    rows = [columns]
-    for each in map(dataclasses.astuple, formats.values()):
-        rows.append([f"{x:.5g}" if isinstance(x, float) else str(x) for x in each])
-    return _common.table(rows)
+    rows = [
+        [f"{x:.5g}" if isinstance(x, float) else str(x) for x in dataclasses.astuple(each)]
+        for each in formats.values()
+    ]
+    return _common.table([columns, *rows])

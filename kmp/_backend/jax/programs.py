@@ -56,9 +56,8 @@ def _read(program: Any, inputs: list, labels: list, found: list[Operation]) -> l
             return _constant(x)
         return values.setdefault(x, _value(x))
 
-    for x in program.constvars:
-        if not value(x).is_one_number:
-            found.append(Operation("sequence", (), (value(x),)))
+    constants = map(value, program.constvars)
+    found += [Operation("sequence", (), (x,)) for x in constants if not x.is_one_number]
     values.update(zip(reversed(program.invars), reversed(inputs), strict=False))
     for each in program.eqns:
         given, made = tuple(map(value, each.invars)), tuple(map(value, each.outvars))

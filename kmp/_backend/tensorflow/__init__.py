@@ -189,8 +189,9 @@ class TensorFlowBackend(Backend):
     def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
         nonfinite = tf.cast(tf.logical_not(is_finite()), "float32")
         if tf.distribute.has_strategy():
-            return distribute.record_loss_of_replica(variable, nonfinite)
-        variable.assign(tf.maximum(variable.value, nonfinite))
+            distribute.record_loss_of_replica(variable, nonfinite)
+        else:
+            variable.assign(tf.maximum(variable.value, nonfinite))
 
     def around_train_step(
         self,

@@ -114,8 +114,9 @@ class TorchBackend(Backend):
             v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables)
         ):
             # Half precision is updated through views, which take minutes to compile.
-            return _uncompiled(step, replica, gradients, variables)
-        step(replica, gradients, variables)
+            _uncompiled(step, replica, gradients, variables)
+        else:
+            step(replica, gradients, variables)
 
     def update_if(
         self, applies: Tensor, inner: Any, gradients: list[Tensor], variables: list[Variable]
