@@ -32,7 +32,7 @@ class AmaxState(NamedTuple):
 
 
 @keras.saving.register_keras_serializable(package="kmp")
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AmaxLossScale(DynamicLossScale):
     """A loss scale that keeps the largest gradient a chosen number of bits below overflow.
 

@@ -145,6 +145,11 @@ class LossScaleOptimizer(WrapsInner):
                 raise AttributeError(f"Keras 3 has no `{name}`. {arguments.GONE[name]}")
             return object.__getattribute__(self, name)  # which says that there is none
 
+    def __repr__(self) -> str:
+        spikes = "" if self.spikes is None else f", spikes={self.spikes!r}"
+        inner = type(self.inner_optimizer).__name__
+        return f"<{type(self).__name__} of {inner}, loss_scale={self.loss_scale!r}{spikes}>"
+
     def __dir__(self) -> list[str]:  # Keras reads all of these when it saves: that scales no loss
         return sorted({*super().__dir__()} - {"dynamic_scale", "scale_state"})
 

@@ -213,6 +213,7 @@ class DynamicLossScale(_Rule):
     """
 
     initial_scale: float = 2.0**15
+    _: dataclasses.KW_ONLY
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000

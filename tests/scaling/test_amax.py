@@ -98,7 +98,10 @@ def test_hysteresis_floor_and_ceiling():
         initial_scale=64, min_scale=3, max_scale=100, hysteresis=2, growth_interval=1
     )
     assert follow(rule, [None, None, None, 1e-9, 1e-9]) == [64, 4, 3, 3, 64]
-    assert follow(kmp.AmaxLossScale(3, min_scale=3, max_scale=3), [1.0, None]) == [3, 3]
+    assert follow(kmp.AmaxLossScale(initial_scale=3, min_scale=3, max_scale=3), [1.0, None]) == [
+        3,
+        3,
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:Step 2")
@@ -201,3 +204,9 @@ def test_a_step_without_any_number():
     optimizer.scale_loss(0.0)
     optimizer.apply([ops.zeros((0,))], variables)
     assert int(ops.convert_to_numpy(optimizer.skipped_steps)) == 0
+
+
+def test_a_number_without_a_name_is_refused():
+    """It could be taken for the headroom, or for the first scale."""
+    with pytest.raises(TypeError, match="positional argument"):
+        kmp.AmaxLossScale(4.0)

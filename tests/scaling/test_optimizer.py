@@ -443,3 +443,9 @@ def test_a_rule_of_a_users_is_given_tensors(mode):
     run = Run(kmp.scaled("sgd", Rule()), mode)
     run.step([np.ones(x.shape, "float32") for x in run.variables])
     assert given and all(map(ops.is_tensor, given))
+
+
+def test_repr_says_what_it_is():
+    plain = repr(kmp.scaled("sgd", 128.0))
+    assert plain == "<LossScaleOptimizer of SGD, loss_scale=StaticLossScale(value=128.0)>"
+    assert "spikes=SkipSpikes(factor=10.0, " in repr(kmp.scaled("adam", spikes="skip"))

@@ -119,7 +119,8 @@ def test_equals_torch_grad_scaler(seed, interval, factors):
         scaler.step(sgd)
         scaler.update()
         expected.append(scaler.get_scale())
-    rule = kmp.DynamicLossScale(2.0**15, growth, backoff, interval, **NO_FLOOR)
+    factors = {"growth_factor": growth, "backoff_factor": backoff}
+    rule = kmp.DynamicLossScale(2.0**15, **factors, growth_interval=interval, **NO_FLOOR)
     np.testing.assert_array_equal(scales(rule, finite), np.float32(expected))
 
 
@@ -218,7 +219,15 @@ RULES = [
     kmp.NoOpLossScale(),
     kmp.StaticLossScale(1024),
     kmp.DynamicLossScale(),
-    kmp.DynamicLossScale(128, 1.5, 0.25, 7, 0.5, 4096, 2),
+    kmp.DynamicLossScale(
+        128,
+        growth_factor=1.5,
+        backoff_factor=0.25,
+        growth_interval=7,
+        min_scale=0.5,
+        max_scale=4096,
+        hysteresis=2,
+    ),
 ]
 
 
