@@ -265,6 +265,8 @@ class GradientReport:
             lines.append(f"and {len(self.paths) - len(chosen)} more")
         if self.overflowed:
             lines.append(f"Look first at: {', '.join(self.worst())}")
+        if self.held_statistics:
+            lines.append(f"Steps so far whose batch statistics were held: {self.held_statistics}")
         if self.spikes:
             lines += ["Left out as spikes, the latest first:", self._table_of_spikes(n)]
         return "\n".join(lines)

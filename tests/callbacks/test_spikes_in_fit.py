@@ -78,3 +78,10 @@ def test_held_statistics_are_told():
     with pytest.warns(kmp.PrecisionWarning, match="normalizations were held in a step, which"):
         fit(model, *digits(120, bad=[110]), callbacks=[watch])
     assert watch.report.held_statistics == 1
+    assert "batch statistics were held: 1" in str(watch.report)
+    assert str(watch.verdict).endswith(
+        "0 skipped, batch statistics held in 1 step. Look at the batches of those steps: their "
+        "inputs are far too large."
+    )
+    fit(model, *digits(20), callbacks=[watch])  # in which none were held
+    assert "held" not in str(watch.verdict)

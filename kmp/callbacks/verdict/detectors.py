@@ -63,4 +63,8 @@ def healthy(look: Observation) -> Verdict:
     if report.skipped_steps:
         before = report.skipped_steps - look.skips
         skipped = f"{look.skips} of the last {look.steps} steps skipped{spikes}, {before} before"
+    if look.num_held:
+        steps = "1 step" if look.num_held == 1 else f"{look.num_held} steps"
+        skipped += f", batch statistics held in {steps}"
+        advice = advice or "Look at the batches of those steps: their inputs are far too large."
     return Verdict("HEALTHY", "", f"loss scale {report.loss_scale:g}, {skipped}", advice)

@@ -191,6 +191,12 @@ class Observation:
         return (self.report.skipped_spikes or 0) - before
 
     @functools.cached_property
+    def num_held(self) -> int:
+        """In how many steps since the last epoch's end batch statistics were held."""
+        before = (self.epoch_start.held_statistics if self.epoch_start else 0) or 0
+        return (self.report.held_statistics or 0) - before
+
+    @functools.cached_property
     def in_float16(self) -> bool:
         """Whether a layer's policy computes in float16, or may. True if no layer is known."""
         if not (self.layers or self.weights):
