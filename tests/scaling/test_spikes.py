@@ -247,6 +247,52 @@ def test_fit_goes_on_as_if_the_batch_had_never_been_there(jit, spe):
         np.testing.assert_array_equal(ops.convert_to_numpy(mine), ops.convert_to_numpy(theirs))
 
 
+def never_there(make, x, y, bad):
+    """Check that a fit with a bad batch ends as the fit that never saw it, bit for bit."""
+    with_batch, without = make(), make()
+    fit(with_batch, x, y)
+    fit(without, np.delete(x, bad, axis=0), np.delete(y, bad, axis=0))
+    assert number(with_batch.optimizer.skipped_spikes) == 1
+    for mine, theirs in zip(with_batch.weights, without.weights, strict=True):
+        np.testing.assert_array_equal(ops.convert_to_numpy(mine), ops.convert_to_numpy(theirs))
+
+
+@pytest.mark.slow
+def test_the_norm_is_that_before_clipping():
+    x, y = digits(40, bad=[30])
+    never_there(lambda: classifier(name="adam", global_clipnorm=0.1), x, y, 30)
+
+
+@pytest.mark.slow
+def test_gradients_of_rows_of_an_embedding():
+    """On TensorFlow they are `tf.IndexedSlices`."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        embedding = keras.layers.Embedding(50, 4)
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), embedding])
+        model.add(keras.layers.Flatten())
+        model.add(keras.layers.Dense(1))
+        model.compile(kmp.scaled("adam", spikes="skip"), "mse")
+        return model
+
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 50, size=(40, 16, 3)), random.normal(size=(40, 16))
+    y[30] *= 1e6
+    never_there(make, x, y, 30)
+
+
+def test_two_optimizers_leave_out_each_its_own():
+    """As in a GAN: the spike of one is no step of the other."""
+    runs = [Run(kmp.scaled("adam", 128, spikes="skip")) for _ in range(2)]
+    for step in range(20):
+        for run in runs:
+            run.step(gradients(run, step))
+    runs[0].step(gradients(runs[0], 20, 1e6))
+    runs[1].step(gradients(runs[1], 20))
+    assert [number(run.optimizer.skipped_spikes) for run in runs] == [1, 0]
+
+
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_with_a_spike_to_come(tmp_path):
     x, y = digits(40, bad=[20, 30])

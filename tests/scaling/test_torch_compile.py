@@ -8,6 +8,7 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
+import spiky_runs
 
 import kmp
 
@@ -110,6 +111,27 @@ def test_skipped_steps_change_no_bit():
     for before, after in zip(*kept, strict=True):
         assert before.tobytes() == after.tobytes()
     assert all(np.isfinite(x).all() for x in kept[1])
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's, of its own tracing
+def test_a_spike_is_left_out_on_the_device():
+    """In a graph of its own, and bit for bit as if the batch had never been there."""
+    import torch
+
+    bad = spiky_runs.digits(25, bad=[20])
+    never = [np.delete(x, 20, axis=0) for x in bad]
+    models = [spiky_runs.classifier(name="adam", loss_scale="none") for _ in range(2)]
+    for model in models:
+        model.compile(model.optimizer, model.loss, jit_compile=True)
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")):
+        with graphs() as number:
+            spiky_runs.fit(models[0], *bad)
+        spiky_runs.fit(models[1], *never)
+    assert int(models[0].optimizer.skipped_spikes) == 1 and number[0] > 0
+    for mine, theirs in zip(*(values(model.weights) for model in models), strict=True):
+        assert mine.tobytes() == theirs.tobytes()
 
 
 @compiles
