@@ -1,9 +1,12 @@
 """Keras's optimizers, given views in the place of variables in half precision."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from keras import ops
 from keras.optimizers import Optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
@@ -125,6 +128,71 @@ def _on_views(
     method: Callable[..., None], optimizer: Any, views: Sequence[Any], variables: Any
 ) -> None:
     method(optimizer, views)
+
+
+def finish_on_views(optimizer: Any, views: Sequence[Any]) -> None:
+    """Let constraints, and on JAX averages that overwrite the weights, read and assign views too.
+
+    Keras's `apply` gives constraints the variables that it was called with, after the update. Its
+    class for JAX writes the averages into `_trainable_variables`, which is private.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        views: of its variables, or a variable that has none.
+    """
+    pairs = [(v.variable, v) for v in views if hasattr(v, "variable")]
+    constrained = [pair for pair in pairs if getattr(pair[0], "constraint", None) is not None]
+    overwrites = optimizer.use_ema and optimizer.ema_overwrite_frequency
+    if constrained or overwrites:
+        optimizer.apply = functools.partial(
+            _apply, optimizer, _OnViews(optimizer, views, constrained)
+        )
+
+
+def _apply(optimizer: Any, on_views: Any, grads: Any, trainable_variables: Any = None) -> None:
+    with on_views():
+        type(optimizer).apply(optimizer, grads, trainable_variables or list(on_views.variables))
+
+
+class _OnViews:
+    """Puts views in the place of variables while `apply` runs, perhaps in several threads."""
+
+    def __init__(self, optimizer: Any, views: Sequence[Any], constrained: Sequence[Any]):
+        self.variables = list(optimizer._trainable_variables)
+        self._optimizer, self._views = optimizer, list(views)
+        self._constraints = [
+            (
+                variable,
+                variable.constraint,
+                functools.partial(_constrain, view, variable.constraint),
+            )
+            for variable, view in constrained
+        ]
+        self._lock, self._within = threading.Lock(), 0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            self._within += 1
+            self._set(self._views, 2)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._within -= 1
+                if not self._within:
+                    self._set(self.variables, 1)
+
+    def _set(self, trainable: list[Any], constraint: int) -> None:
+        vars(self._optimizer)["_trainable_variables"] = trainable
+        for each in self._constraints:
+            each[0].constraint = each[constraint]
+
+
+def _constrain(view: Any, constraint: Callable[..., Any], variable: Any) -> Tensor:
+    """Constrain a view; its variable is then assigned what it has."""
+    view.assign(constraint(view))
+    return ops.convert_to_tensor(variable)
 
 
 def row_of(optimizer: Any, variable: Any) -> int:

@@ -31,7 +31,7 @@ class MemoryUse:
             float32 ones that the layers compute with.
         gradients: one for each trainable variable, in its dtype.
         slots: what the optimizer keeps for each trainable variable: in its dtype, or as
-            `kmp.scaled` was told, float32 masters included.
+            `kmp.scaled` was told, the remainders of bfloat16 weights included.
         activations: the outputs of all layers, in their dtypes, as if all were kept for the
             backward pass and nothing else.
         compiled: what XLA itself needs beside arguments and results for the forward and backward
@@ -165,8 +165,8 @@ def _rows_of(
         held, kept = activations[policy], number * slots
         if memory is not None:
             weight = "float32" if number == 4 else "bfloat16"
-            masters = 4 * trained if number == 2 and memory.master_weights else 0
-            kept = _bytes((slots,), memory.slot_of(weight)) + masters
+            rest = 2 * trained if number == 2 and memory.master_weights else 0
+            kept = _bytes((slots,), memory.slot_of(weight)) + rest
         return MemoryUse(name, parameters, number * trained, kept, held, xla)
 
     return (

@@ -1,19 +1,27 @@
 """Weights and slots in half precision, whose updates are computed in float32."""
 
+from kmp.half_memory.split import join
 from kmp.half_memory.updates import (
+    MASTER,
+    REMAINDER,
     HalfMemory,
+    Stored,
     build_inner,
     exact_weights,
     gradient_dtypes,
-    is_master,
-    masters_of,
+    numbers_of,
 )
+from kmp.half_memory.views import Float32View
 
 __all__ = [
+    "MASTER",
+    "REMAINDER",
+    "Float32View",
     "HalfMemory",
+    "Stored",
     "build_inner",
     "exact_weights",
     "gradient_dtypes",
-    "is_master",
-    "masters_of",
+    "join",
+    "numbers_of",
 ]

@@ -15,14 +15,23 @@ from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice, warn
 from kmp._keras import updates
-from kmp._keras.optimizer import accumulators_by_row, steps_of, trainable_variables_of
-from kmp.half_memory.views import ROUNDING, Float32View, MasterView, Rounding, one_update
+from kmp._keras.optimizer import accumulators_by_row, steps_of
+from kmp.half_memory.views import (
+    ROUNDING,
+    Float32View,
+    MasterView,
+    Rounding,
+    SplitView,
+    one_update,
+)
 from kmp.precision.trees import HALF_DTYPES
 
 SLOT_DTYPES = ("bfloat16", "float32")
 # What adds up over many steps, and loses in half precision what it is for.
 _SUMS = ("gradient_accumulator", "average")
-_MASTER = "_master"
+# What a weight in half precision leaves over of the float32 that its updates add up to.
+REMAINDER, MASTER = "remainder", "master"
+REMAINDER_DTYPE = "int16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +42,8 @@ class HalfMemory:
         rounding: "stochastic" or "nearest".
         slot_dtype: of the optimizer's slots; None: the dtype of the variable they belong to, but
             float32 for float16, in which squares of gradients underflow.
-        master_weights: whether each half-precision variable has a float32 copy among the slots.
+        master_weights: whether updates of half-precision variables add up in float32: a bfloat16
+            one has an int16 remainder among the slots, a float16 one a float32 copy.
     """
 
     rounding: str = "stochastic"
@@ -65,17 +75,54 @@ class HalfMemory:
         return not dtypes.union(map(self.slot_of, dtypes)).isdisjoint(HALF_DTYPES)
 
 
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How the variables of an optimizer hold what it updates in float32.
+
+    Attributes:
+        seed: int32[], of the stochastic rounding.
+        weights: the view of each weight that has a remainder or a master, by the id of that.
+        slots: the view of each slot, by the id of the slot.
+    """
+
+    seed: Variable
+    weights: dict[int, Any] = dataclasses.field(default_factory=dict)
+    slots: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
 class _ViewMaker:
     """Makes a view of each variable in half precision, and numbers them."""
 
-    def __init__(self, rounding: Rounding):
-        self._rounding = rounding
-        self._places = itertools.count()
+    def __init__(self, memory: HalfMemory, rounding: Rounding):
+        self.memory, self.stored = memory, Stored(rounding.seed)
+        self._rounding, self._places = rounding, itertools.count()
 
-    def __call__(self, variable: Variable) -> Any:
+    def of(self, variable: Variable) -> Any:
+        """The view of a variable; the variable itself if it is not in half precision."""
         if variable.dtype not in HALF_DTYPES:
             return variable
         return Float32View(variable, self._rounding, next(self._places))
+
+    def of_weight(self, inner: Any, variable: Variable) -> Any:
+        """The view of a weight that an optimizer updates."""
+        if not self.memory.master_weights or variable.dtype not in HALF_DTYPES:
+            return self.of(variable)
+        if variable.dtype == "bfloat16":
+            rest = updates.add_slot(inner, variable, REMAINDER, "zeros", REMAINDER_DTYPE)
+            view: Any = SplitView(variable, rest)
+        else:
+            # It begins at zero: a master that does not round to its variable is not read.
+            rest = updates.add_slot(inner, variable, MASTER, "zeros", "float32")
+            view = MasterView(variable, rest)
+        self.stored.weights[id(rest)] = view
+        return view
+
+    def of_slot(self, slot: Variable) -> Any:
+        """The view of a slot."""
+        view = self.of(slot)
+        if view is not slot:
+            self.stored.slots[id(slot)] = view
+        return view
 
 
 def build_inner(
@@ -83,7 +130,7 @@ def build_inner(
     variables: Sequence[Variable],
     memory: HalfMemory,
     add_counter: Callable[..., Variable],
-) -> Variable | None:
+) -> Stored | None:
     """Build a Keras optimizer that updates in float32 what is in half precision.
 
     Args:
@@ -93,7 +140,7 @@ def build_inner(
         add_counter: creates a variable of the loss-scaling optimizer.
 
     Returns:
-        int32[], the seed of the stochastic rounding; None if nothing is in half precision.
+        How its variables hold that; None if nothing is in half precision.
     """
     if not memory.concerns(variables):
         inner.build(variables)
@@ -112,50 +159,39 @@ def build_inner(
             "write kmp.scaled(..., master_weights=True)."
         )
     seed = add_counter("rounding_seed", dtype="int32")
-    make_view = _ViewMaker(Rounding(memory.rounding, seed, steps_of(inner)))
-    _build(inner, memory, make_view, variables)
-    return seed
+    views = _ViewMaker(memory, Rounding(memory.rounding, seed, steps_of(inner)))
+    _build(inner, views, variables)
+    return views.stored
 
 
-def _build(
-    inner: Any, memory: HalfMemory, make_view: _ViewMaker, variables: Sequence[Variable]
-) -> None:
+def _build(inner: Any, views: _ViewMaker, variables: Sequence[Variable]) -> None:
     parts = getattr(inner, "optimizers", ())
     if parts:  # `keras.optimizers.MultiOptimizer` builds each of its own, for its variables
         for part in parts:
-            updates.build_by(part, functools.partial(_build, part, memory, make_view))
+            updates.build_by(part, functools.partial(_build, part, views))
         inner.build(variables)
         return
-    views = [make_view(v) for v in variables]
-    if memory.master_weights:
-        views = [_with_master(inner, v) for v in views]
-    make_slot = functools.partial(_make_slot, inner, memory, make_view)
-    updates.build_on_views(inner, variables, views, make_slot)
-    updates.update_by(inner, views, functools.partial(_update, inner, views))
-
-
-def _with_master(inner: Any, view: Any) -> Any:
-    if not isinstance(view, Float32View):
-        return view
-    # It begins at zero: a master that does not round to its variable is not read.
-    master = updates.add_slot(inner, view.variable, _MASTER[1:], "zeros", "float32")
-    return MasterView(view.variable, master)
+    of_weights = [views.of_weight(inner, v) for v in variables]
+    make_slot = functools.partial(_make_slot, inner, views)
+    updates.build_on_views(inner, variables, of_weights, make_slot)
+    updates.update_by(inner, of_weights, functools.partial(_update, inner, of_weights))
+    if views.memory.master_weights:
+        updates.finish_on_views(inner, of_weights)
 
 
 def _make_slot(
     inner: Any,
-    memory: HalfMemory,
-    make_view: _ViewMaker,
+    views: _ViewMaker,
     reference_variable: Any,
     name: str | None = None,
     initializer: Any = "zeros",
 ) -> Any:
     """`add_variable_from_reference` of an optimizer, with the dtype that was chosen for slots."""
     variable = getattr(reference_variable, "variable", reference_variable)  # of a view
-    dtype = memory.slot_of(variable.dtype)
+    dtype = views.memory.slot_of(variable.dtype)
     if name in _SUMS and dtype in HALF_DTYPES:
         dtype = "float32"
-    return make_view(updates.add_slot(inner, variable, name or "var", initializer, dtype))
+    return views.of_slot(updates.add_slot(inner, variable, name or "var", initializer, dtype))
 
 
 def _update(
@@ -170,21 +206,18 @@ def _update(
         updates.update_one(inner, backend.dense(gradient), view, learning_rate)
 
 
-def is_master(variable: Variable) -> bool:
-    """Whether a variable of an optimizer is the float32 copy of a weight."""
-    return variable.name.endswith(_MASTER)
+def exact_weights(stored: Stored | None) -> dict[int, Tensor]:
+    """float32 values of the weights that have remainders or masters, by the ids of the weights."""
+    views = stored.weights.values() if stored else ()
+    return {id(view.variable): view.read() for view in views}
 
 
-def masters_of(inner: Any) -> list[tuple[Variable, Variable]]:
-    """The weights of a built optimizer that have masters, each with its master."""
-    masters = {v.name: v for v in inner.variables if is_master(v)}
-    names = [(v, v.path.replace("/", "_") + _MASTER) for v in trainable_variables_of(inner)]
-    return [(v, masters[name]) for v, name in names if name in masters]
-
-
-def exact_weights(inner: Any) -> dict[int, Tensor]:
-    """float32 values of the weights that have masters, by the ids of the weights."""
-    return {id(v): MasterView(v, master).read() for v, master in masters_of(inner)}
+def numbers_of(inner: Any, stored: Stored | None) -> list[Any]:
+    """What an optimizer keeps beside remainders and masters: variables, or views of them."""
+    if stored is None:
+        return list(inner.variables)
+    kept = [v for v in inner.variables if id(v) not in stored.weights]
+    return [stored.slots.get(id(v), v) for v in kept]
 
 
 def gradient_dtypes(inner: Any, variables: Sequence[Variable]) -> list[str | None]:

@@ -11,6 +11,7 @@ from keras import ops
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
 from kmp.half_memory.rounding import random_bits, stochastic_round
+from kmp.half_memory.split import join, split
 
 ROUNDING = ("stochastic", "nearest")
 
@@ -91,9 +92,40 @@ class Float32View(_BaseView):
         """Round a float32 value into the variable."""
         self.variable.assign(self._rounding(value, self.variable.dtype, self._place))
 
+    def restore(self, value: Tensor) -> None:
+        """Write a float32 value that was read elsewhere: rounded to nearest, at no step."""
+        self.variable.assign(ops.cast(value, self.variable.dtype))
+
+
+class SplitView(Float32View):
+    """A variable in bfloat16 whose updates add up in it and in a remainder: both are a float32.
+
+    Args:
+        variable: bfloat16 variable.
+        remainder: int16 variable of the same shape. Zeros belong to any value of `variable`.
+    """
+
+    def __init__(self, variable: Variable, remainder: Variable):
+        super().__init__(variable, Rounding("nearest", None, None), 0)
+        self.remainder = remainder
+
+    def read(self) -> Tensor:
+        """float32, what both parts are."""
+        return join(ops.convert_to_tensor(self.variable), ops.convert_to_tensor(self.remainder))
+
+    def write(self, value: Tensor) -> None:
+        """Assign both parts."""
+        weight, remainder = split(value, self.remainder.dtype)
+        self.variable.assign(weight)
+        self.remainder.assign(remainder)
+
+    restore = write
+
 
 class MasterView(Float32View):
-    """A variable in half precision whose updates add up in a float32 copy of it, the master.
+    """A variable in float16 whose updates add up in a float32 copy of it, the master.
+
+    What float16 leaves over of a float32 does not fit into 16 bits: its exponent is shorter.
 
     Args:
         variable: the variable.
@@ -115,6 +147,8 @@ class MasterView(Float32View):
         """Assign the master, and round it into the variable."""
         self.master.assign(value)
         super().write(value)
+
+    restore = write
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from kmp._keras.optimizer import (
     trainable_variables_of,
 )
 from kmp._keras.updates import excluded_from_weight_decay
-from kmp.half_memory import exact_weights, is_master, masters_of
+from kmp.half_memory import Float32View, exact_weights, numbers_of
 from kmp.precision.policy import Policy
 from kmp.precision.trees import HALF_DTYPES, half_dtype
 from kmp.scaling.arguments import scales
@@ -73,7 +73,8 @@ class Rebuilding:
             has parameters in half precision.
 
     Attributes:
-        exact: float32 values of the weights that have masters, or will have, by their ids.
+        exact: float32 values of the weights that have remainders or masters, or will have, by
+            their ids.
     """
 
     def __init__(self, model: Any, policy: Policy):
@@ -133,13 +134,13 @@ def _with_parts(optimizer: Any) -> list[Any]:
 
 
 def _exact_weights(optimizer: Any) -> dict[int, Tensor]:
-    """float32 values of the weights that a built optimizer has masters of, or will have."""
+    """float32 values of the weights whose float32 a built optimizer keeps, or will keep."""
     if not (isinstance(optimizer, LossScaleOptimizer) and optimizer.half_memory.master_weights):
         return {}
     inner = optimizer.inner_optimizer
     weights = trainable_variables_of(inner)
     copies = {id(v): ops.copy(ops.cast(v, "float32")) for v in weights}  # PyTorch's change in place
-    return copies | exact_weights(inner)
+    return copies | exact_weights(optimizer.stored)
 
 
 def _with_inner(optimizer: LossScaleOptimizer, inner: Any) -> LossScaleOptimizer:
@@ -161,11 +162,15 @@ def _with_inner(optimizer: LossScaleOptimizer, inner: Any) -> LossScaleOptimizer
 def _copy_state(old: Any, new: Any, exact: dict[int, Tensor]) -> None:
     """Assign the state of one optimizer to another, which has slots of other dtypes, or masters."""
     inner, fresh = inner_optimizer_of(old), inner_optimizer_of(new)
-    sources, targets = ([v for v in each.variables if not is_master(v)] for each in (inner, fresh))
+    was, becomes = (getattr(x, "stored", None) for x in (old, new))
+    sources, targets = numbers_of(inner, was), numbers_of(fresh, becomes)
     for source, target in zip(sources, targets, strict=True):
-        target.assign(ops.cast(source, target.dtype))
-    for variable, master in masters_of(fresh):
-        master.assign(exact[id(variable)])
+        if isinstance(target, Float32View):
+            target.restore(ops.cast(source, "float32"))
+        else:
+            target.assign(ops.cast(source, target.dtype))
+    for view in becomes.weights.values() if becomes else ():
+        view.restore(exact[id(view.variable)])
     if new is fresh:
         return
     if isinstance(old, LossScaleOptimizer):

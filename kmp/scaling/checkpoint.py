@@ -20,6 +20,8 @@ from kmp._common import number, scale_number, warn, whole_number
 from kmp._keras.optimizer import steps_of, trainable_variables_of
 from kmp.half_memory import build_inner
 from kmp.scaling.amax import AmaxLossScale
+from kmp.scaling.converted import Layout, layout_of, to_numpy
+from kmp.scaling.converted import load as load_converted
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _INNER_SIZES = "inner_sizes"
@@ -42,7 +44,8 @@ def save_own_variables(optimizer: Any, store: Any) -> None:
     for variable in optimizer.own_variables:
         store[variable.name] = variable.numpy()
     store[_INNER_SIZES] = _sizes(optimizer.inner_optimizer.variables)
-    layout = {"rule": type(optimizer.loss_scale).__name__, "slots": _slots(optimizer)}
+    held = layout_of(optimizer)
+    layout = {"rule": type(optimizer.loss_scale).__name__, "slots": held.slots, "rows": held.rows}
     store[_LAYOUT] = np.frombuffer(json.dumps(layout).encode(), "uint8")
 
 
@@ -109,21 +112,6 @@ def _state_values(
     return values
 
 
-def _slots(optimizer: Any) -> list[list[Any]]:
-    """Name and shape of each variable of the inner optimizer.
-
-    A slot's name, such as "velocity", follows the path of its variable, which another instance of
-    the same model may have numbered differently: the path is left out.
-    """
-    prefixes = [path.replace("/", "_") + "_" for path in optimizer.variable_paths]
-
-    def slot_of(variable: Variable) -> str:
-        found = [variable.name[len(x) :] for x in prefixes if variable.name.startswith(x)]
-        return min(found, key=len, default=variable.name)
-
-    return [[slot_of(v), *map(int, v.shape)] for v in optimizer.inner_optimizer.variables]
-
-
 def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
     """The description in a file of kmp's, if it has one and the optimizer is as it says."""
     missing = {*_REQUIRED, _INNER_SIZES} - set(store.keys())
@@ -140,20 +128,45 @@ def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
             f"The stored optimizer state is damaged: a counter is negative. Received: {negative}. "
             "Load another checkpoint."
         )
-    stored = np.asarray(store[_INNER_SIZES]).tolist()
-    live = _sizes(optimizer.inner_optimizer.variables).tolist()
-    if stored != live:
-        raise _mismatch(optimizer, f"{len(stored)} variables of other sizes", len(live))
-    slots = _slots(optimizer)
-    for stored_slot, live_slot in zip(layout.get("slots", slots), slots, strict=True):
-        if not _is_same_slot(stored_slot, live_slot):
+    live = layout_of(optimizer)
+    if "slots" in layout:
+        stored = Layout(layout["slots"], layout.get("rows"))
+        _check_slots(optimizer, stored, live)
+        converts = not stored.holds_as(live)
+    else:
+        stored, sizes = live, np.asarray(store[_INNER_SIZES]).tolist()
+        if sizes != _sizes(optimizer.inner_optimizer.variables).tolist():
+            raise _mismatch(optimizer, f"{len(sizes)} variables of other sizes", len(live.slots))
+        converts = bool(live.exact)  # what the file has for remainders may be masters
+    if converts:
+        _convert_the_inner(optimizer, stored)
+    return layout
+
+
+def _check_slots(optimizer: Any, stored: Layout, live: Layout) -> None:
+    """Raise ValueError if a file has other slots, beside what the float32 of weights is made of."""
+    ours, theirs = ([x.slots[i] for i in x.numbers] for x in (live, stored))
+    if len(ours) != len(theirs):
+        raise _mismatch(optimizer, f"{len(stored.slots)} variables", len(live.slots))
+    for our, their in zip(ours, theirs, strict=True):
+        if not _is_same_slot(their, our):
             raise _mismatch(
                 optimizer,
-                f"{stored_slot[0]!r} of shape {tuple(stored_slot[1:])} where this one has "
-                f"{live_slot[0]!r} of shape {tuple(live_slot[1:])}",
-                len(live),
+                f"{their[0]!r} of shape {tuple(their[1:])} where this one has "
+                f"{our[0]!r} of shape {tuple(our[1:])}",
+                len(live.slots),
             )
-    return layout
+
+
+def _convert_the_inner(optimizer: Any, stored: Layout) -> None:
+    """Make the inner optimizer's next load convert what the file holds in another way."""
+    inner = optimizer.inner_optimizer
+
+    def load(store: Mapping[str, Any]) -> None:
+        del inner.load_own_variables
+        load_converted(optimizer, stored, store)
+
+    inner.load_own_variables = load
 
 
 def _is_same_slot(stored: list[Any], live: list[Any]) -> bool:
@@ -181,17 +194,12 @@ def _within_bounds(rule: Any, scale: Any) -> Any:
         return rule.init().scale
     if not isinstance(rule, DynamicLossScale):
         return scale
-    finite = np.nan_to_num(_to_numpy(scale), nan=rule.min_scale)
+    finite = np.nan_to_num(to_numpy(scale), nan=rule.min_scale)
     return np.clip(finite, rule.min_scale, rule.max_scale)
 
 
-def _to_numpy(value: Any) -> np.ndarray:
-    """The numbers of a stored value: on torch, Keras reads bfloat16 into tensors on the GPU."""
-    return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else np.asarray(value)
-
-
 def _assign_all(optimizer: Any, values: list[tuple[Variable, Any]]) -> None:
-    arrays = [(variable, _to_numpy(value)) for variable, value in values]
+    arrays = [(variable, to_numpy(value)) for variable, value in values]
     wrong = [v.path for v, x in arrays if tuple(x.shape) != tuple(v.shape)]
     if wrong:
         inner = optimizer.inner_optimizer.variables

@@ -15,7 +15,7 @@ from kmp._keras.optimizer import (
     refuse_settings,
     steps_of,
 )
-from kmp.half_memory import HalfMemory, build_inner
+from kmp.half_memory import HalfMemory, Stored, build_inner
 
 ON_OVERFLOW = ("drop_micro_batch", "drop_window")
 
@@ -61,6 +61,7 @@ class WrapsInner(BaseLossScaleOptimizer):
     gradient_accumulation_steps: int | None = _inner_setting("gradient_accumulation_steps", None)
     builds_base = False  # True while Keras's base class builds itself
     half_memory: HalfMemory  # how variables in half precision are updated
+    stored: Stored | None = None  # how they are held; None if none is, or before `build`
     rounding_seed: Variable | None = None
 
     def __init__(self, inner_optimizer: Any, initial_scale: float, **kwargs: Any):
@@ -84,9 +85,10 @@ class WrapsInner(BaseLossScaleOptimizer):
     def build(self, var_list: Sequence[Variable]) -> None:
         # Keras's class would build the inner optimizer with tracking switched off. A variable that
         # is tracked when it is assigned, as Nadam's product of momenta, would never be carried on.
-        self.rounding_seed = build_inner(
+        self.stored = build_inner(
             self.inner_optimizer, var_list, self.half_memory, self.add_counter
         )
+        self.rounding_seed = self.stored and self.stored.seed
         self.builds_base = True
         try:
             super().build(var_list)

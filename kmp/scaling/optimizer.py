@@ -55,7 +55,8 @@ class LossScaleOptimizer(WrapsInner):
         rounding: how bfloat16 weights and slots are rounded after an update computed in float32:
             `"stochastic"`, or `"nearest"`, which loses the smallest updates.
         slot_dtype: `"bfloat16"`, `"float32"`, or None: that of the variable, float32 for float16.
-        master_weights: bool, whether to keep and update float32 copies of half-precision weights.
+        master_weights: bool, whether updates of half-precision weights add up in float32: that is
+            a bfloat16 weight with an int16 remainder, or a float32 copy of a float16 one.
         spikes: None, `"skip"` or `kmp.SkipSpikes(...)`: whether to leave out a step whose gradients
             are finite, and far larger than the largest lately.
         **kwargs: settings from old Keras configs; only their default values are accepted.

@@ -56,7 +56,7 @@ def test_a_path_that_leads_nowhere(path, message):
         ("bfloat16", {"bfloat16", "float32"}, "stochastic", False),
         ("bfloat16,slot_dtype=float32", {"float32"}, "stochastic", False),
         ("p=bf16,c=bf16,rounding=nearest", {"bfloat16", "float32"}, "nearest", False),
-        ("bfloat16,master_weights=true", {"bfloat16", "float32"}, "stochastic", True),
+        ("bfloat16,master_weights=true", {"bfloat16", "int16"}, "stochastic", True),
         ("mixed_bfloat16,slot_dtype=bfloat16", {"bfloat16"}, "stochastic", False),
     ],
 )

@@ -181,12 +181,12 @@ def test_x_must_be_a_batch(x, message):
         ({}, (8, 8, 4)),
         ({"slot_dtype": "bfloat16"}, (4, 4, 4)),
         ({"slot_dtype": "float32"}, (8, 8, 8)),
-        ({"master_weights": True}, (8, 8, 8)),
+        ({"master_weights": True}, (8, 8, 6)),
     ],
     ids=str,
 )
 def test_slots_are_counted_as_they_were_chosen(memory, slots):
-    """Bytes a parameter of Adam's two slots, and of a master beside half weights."""
+    """Bytes a parameter of Adam's two slots, and of a remainder beside half weights."""
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32)])
     model.compile(kmp.scaled("adam", "none", **memory), "mse")
     parameters = 16 * 32 + 32

@@ -1,0 +1,133 @@
+"""State from the file of an optimizer that held it in other dtypes, or in other variables."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from kmp._backend.types import Tensor, Variable
+from kmp._common import warn
+from kmp._keras.optimizer import trainable_variables_of
+from kmp.half_memory import MASTER, REMAINDER, Float32View, join, numbers_of
+from kmp.precision.trees import is_float
+
+_EXACT = (REMAINDER, MASTER)  # with the weight, its float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What the inner optimizer's variables are, in a file or of a live optimizer.
+
+    Attributes:
+        slots: the name and the shape of each, in one list; the name without the weight's.
+        rows: of the weights that the remainders and masters among them belong to; None if the file
+            does not say.
+    """
+
+    slots: list[list[Any]]
+    rows: list[int] | None
+
+    @property
+    def exact(self) -> list[int]:
+        """The places of remainders and masters."""
+        return [i for i, (name, *_) in enumerate(self.slots) if name in _EXACT]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The places of everything else."""
+        return [i for i, (name, *_) in enumerate(self.slots) if name not in _EXACT]
+
+    def holds_as(self, other: "Layout") -> bool:
+        """Whether the variables of both hold the same things in the same way."""
+        ours, theirs = ([x.slots[i][0] for i in x.exact] for x in (self, other))
+        same_rows = None in (self.rows, other.rows) or self.rows == other.rows
+        return (ours, self.exact, same_rows) == (theirs, other.exact, True)
+
+
+def layout_of(optimizer: Any) -> Layout:
+    """The layout of a live optimizer, by `kmp.scaled`.
+
+    A slot's name, such as "velocity", follows the path of its variable, which another instance of
+    the same model may have numbered differently: the path is left out.
+    """
+    prefixes = [path.replace("/", "_") + "_" for path in optimizer.variable_paths]
+
+    def slot_of(variable: Variable) -> str:
+        found = [variable.name[len(x) :] for x in prefixes if variable.name.startswith(x)]
+        return min(found, key=len, default=variable.name)
+
+    inner = optimizer.inner_optimizer
+    slots = [[slot_of(v), *map(int, v.shape)] for v in inner.variables]
+    places = {id(v): i for i, v in enumerate(trainable_variables_of(inner))}
+    views = optimizer.stored.weights if optimizer.stored else {}
+    held = [views[id(v)].variable for v in inner.variables if id(v) in views]
+    return Layout(slots, [places[id(v)] for v in held])
+
+
+def load(optimizer: Any, stored: Layout, store: Mapping[str, Any]) -> None:
+    """Assign what a file of another layout holds to the inner optimizer, and the weights' float32.
+
+    Args:
+        optimizer: the live one. Its weights have been loaded already.
+        stored: the layout of the file.
+        store: of the inner optimizer, whose variables are numbered.
+    """
+    inner = optimizer.inner_optimizer
+    arrays = [to_numpy(store[str(i)]) for i in range(len(stored.slots))]
+    for place, target in zip(stored.numbers, numbers_of(inner, optimizer.stored), strict=True):
+        if isinstance(target, Float32View):
+            target.restore(ops.convert_to_tensor(arrays[place].astype("float32")))
+        else:
+            target.assign(ops.convert_to_tensor(arrays[place], target.dtype))
+    _load_weights(optimizer, stored, arrays)
+
+
+def _load_weights(optimizer: Any, stored: Layout, arrays: Sequence[np.ndarray]) -> None:
+    """Assign the float32 of each weight of which the file has it, or of which it is kept now."""
+    weights = trainable_variables_of(optimizer.inner_optimizer)
+    views = optimizer.stored.weights.values() if optimizer.stored else ()
+    targets = {id(view.variable): view for view in views}
+    exact: dict[int, Tensor] = {}
+    for row, place in zip(_rows(optimizer, stored), stored.exact, strict=False):
+        exact[id(weights[row])] = _exact(weights[row], ops.convert_to_tensor(arrays[place]))
+    for weight in weights:
+        value = exact.get(id(weight), ops.cast(weight, "float32"))
+        if id(weight) in targets:
+            targets[id(weight)].restore(value)
+        elif id(weight) in exact and weight.dtype == "float32":
+            weight.assign(value)
+
+
+def _rows(optimizer: Any, stored: Layout) -> list[int]:
+    """The rows of the weights that remainders and masters in a file belong to."""
+    if stored.rows is not None:
+        return stored.rows
+    number, live = len(stored.exact), layout_of(optimizer).rows or []
+    for rows in (live, list(range(len(optimizer.variable_paths)))):
+        if len(rows) == number:
+            return rows
+    warn(
+        f"The float32 masters of {optimizer.name!r} are not loaded, and the weights stay rounded: "
+        "the file does not say which weights they belong to. Load it into a model with the dtypes "
+        "that it was saved with, and then convert that with kmp.to_mixed_precision."
+    )
+    return []
+
+
+def _exact(weight: Variable, rest: Tensor) -> Tensor:
+    """float32, from a weight as it was loaded, and its remainder (integers) or its master."""
+    rounded = ops.cast(weight, "float32")
+    if not is_float(rest):
+        return join(ops.cast(weight, "bfloat16"), rest)
+    # A weight that somebody else had assigned, and its master not yet.
+    halves = [ops.cast(ops.cast(rest, half), "float32") for half in ("bfloat16", "float16")]
+    in_step = ops.logical_or(*(ops.equal(half, rounded) for half in halves))
+    return ops.where(in_step, rest, rounded)
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    """The numbers of a stored value: on torch, Keras reads bfloat16 into tensors on the GPU."""
+    return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else np.asarray(value)
