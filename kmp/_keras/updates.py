@@ -14,14 +14,21 @@ from kmp._keras.optimizer import Tensor, Variable
 
 
 def add_slot(
-    optimizer: Any, variable: Variable, name: str, initializer: Any, dtype: str
+    optimizer: Any,
+    variable: Variable,
+    name: str,
+    initializer: Any,
+    dtype: str,
+    shape: tuple[int, ...] | None = None,
 ) -> Variable:
-    """Add a slot for a variable, as `add_variable_from_reference` does, with a dtype of its own.
+    """Add a slot for a variable, as `add_variable_from_reference` does, of a dtype of its own.
+
+    If it has a shape of its own too, it must have as many axes, for `keras.distribution`.
 
     Private: `_layout`, how `keras.distribution` splits the variable.
     """
     return optimizer.add_variable(
-        shape=variable.shape,
+        shape=shape or variable.shape,
         initializer=initializer,
         dtype=dtype,
         layout=getattr(variable, "_layout", None),

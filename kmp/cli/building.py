@@ -57,8 +57,9 @@ def parse_policy(text: str) -> tuple[Policy, dict[str, Any]]:
     policy = get_policy(",".join(part for part in parts if not part.startswith(_SETTINGS)))
     settings: dict[str, Any] = dict(pairs)
     if "master_weights" in settings:
-        word = checked_choice("master_weights", settings["master_weights"], ("false", "true"))
-        settings["master_weights"] = word == "true"
+        values = {"false": False, "true": True, "24": 24}
+        word = checked_choice("master_weights", settings["master_weights"], tuple(values))
+        settings["master_weights"] = values[word]
     return policy, dataclasses.asdict(HalfMemory(**settings)) if settings else {}
 
 

@@ -89,8 +89,9 @@ def _add_certify_options(command: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(CERTIFY_POLICIES),
         help="compared with float32: mixed_bfloat16; bfloat16, whose parameters kmp updates in "
-        "float32, also as bfloat16,slot_dtype=float32 or bfloat16,rounding=nearest; float16, "
-        "trained without loss scaling, as a counter-example that does not change the exit status",
+        "float32, also as mixed_bfloat16,slot_dtype=int8, or with master_weights=24; "
+        "float16, trained without loss scaling, as a counter-example that does not change the exit "
+        "status",
     )
     own = command.add_argument_group("needed for a function of yours")
     own.add_argument("--metric", help="a name that evaluate returns; default: loss")

@@ -10,11 +10,13 @@ import numpy as np
 from keras import Sequential, ops
 
 from kmp._backend import backend
-from kmp._backend.types import Tensor, Tree
+from kmp._backend.types import Tensor, Tree, Variable
 from kmp._common import table, whole_number
+from kmp._keras.optimizer import inner_optimizer_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import as_batch, call_model, check_replayable, forward
 from kmp.debug.stats import floats
+from kmp.half_memory import build_inner
 from kmp.precision.temporary import under
 from kmp.precision.trees import HALF_DTYPES
 
@@ -156,18 +158,13 @@ def _rows_of(
     kept = {id(v) for v in floating}
     others = sum(_bytes(v.shape, v.dtype) for v in model.variables if id(v) not in kept)
     trained = sum(math.prod(v.shape) for v in model.trainable_variables)
-    slots = _slots_of(model)
-    memory = getattr(getattr(model, "optimizer", None), "half_memory", None)
+    slots = {dtype: _slot_bytes(model, dtype) for dtype in ("float32", "bfloat16")}
 
     def use(name: str, policy: str, parameter: int, number: int, xla: int | None) -> MemoryUse:
         """A row, from the bytes of a parameter and of a gradient's number."""
         parameters = parameter * numbers + others
-        held, kept = activations[policy], number * slots
-        if memory is not None:
-            weight = "float32" if number == 4 else "bfloat16"
-            rest = 2 * trained if number == 2 and memory.master_weights else 0
-            kept = _bytes((slots,), memory.slot_of(weight)) + rest
-        return MemoryUse(name, parameters, number * trained, kept, held, xla)
+        kept = slots["float32" if number == 4 else "bfloat16"]
+        return MemoryUse(name, parameters, number * trained, kept, activations[policy], xla)
 
     return (
         use("float32", "float32", 4, 4, compiled[0]),
@@ -238,17 +235,31 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * size
 
 
-def _slots_of(model: keras.Model) -> int:
-    """How many numbers the optimizer keeps for the trainable variables, held for one at a time."""
+def _slot_bytes(model: keras.Model, dtype: str) -> int:
+    """Bytes that the optimizer keeps if all weights have a dtype, held for one at a time."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return 0
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner, memory = inner_optimizer_of(optimizer), getattr(optimizer, "half_memory", None)
 
     def kept_for(variables):
         alike = type(inner).from_config(inner.get_config())
-        alike.build(variables)
-        return sum(math.prod(v.shape) for v in alike.variables)
+        if memory is None:
+            alike.build(variables)
+        else:
+            build_inner(alike, variables, memory, _counter)
+        return sum(_bytes(v.shape, v.dtype) for v in alike.variables)
 
     for_none = kept_for([])
-    return sum(kept_for([v]) - for_none for v in model.trainable_variables)
+    weights = model.trainable_variables
+    return sum(kept_for([_in_dtype(v, dtype)]) - for_none for v in weights)
+
+
+def _in_dtype(variable: Variable, dtype: str) -> Variable:
+    """A variable of zeros in a dtype, or in that of one that is neither float32 nor half."""
+    dtype = dtype if variable.dtype in ("float32", *HALF_DTYPES) else variable.dtype
+    return keras.Variable(np.zeros(variable.shape), dtype=dtype, name=variable.name)
+
+
+def _counter(name: str, dtype: str) -> Variable:
+    return keras.Variable(0, dtype=dtype, trainable=False, name=name)

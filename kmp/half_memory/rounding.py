@@ -14,7 +14,6 @@ from kmp._backend import backend
 from kmp._backend.types import Tensor
 
 _MAGNITUDE = 2**31 - 1
-_UPPER_HALF, _LOWER_HALF = -(2**16), 2**16 - 1
 _LARGEST = 0x7F7FFFFF  # the last float32 before inf; its upper half is the last bfloat16
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: spreads consecutive numbers
 
@@ -42,13 +41,31 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
     Source: Zamirai et al. 2020, *Revisiting BFloat16 Training*, section 4.
     """
+    return ops.cast(_at_random(x, bits, 16), "bfloat16")
+
+
+def round_to_24_bits(x: Tensor, bits: Tensor) -> Tensor:
+    """Round float32 to one of the two neighbours that are zero in the lower 8 bits, as above.
+
+    Args:
+        x: float32[...].
+        bits: int32[...], random in the lower 8 bits; or 128, to round to nearest.
+
+    Returns:
+        float32[...].
+    """
+    return _at_random(x, bits, 8)
+
+
+def _at_random(x: Tensor, bits: Tensor, below: int) -> Tensor:
+    """float32 whose lower bits, so many of them, are zero."""
+    lower = 2**below - 1
     as_bits = backend.bitcast(x, "int32")
     # Python's operators keep int32 whatever Keras's floatx is; see `backend.hash_bits`.
     to_largest = _LARGEST - (as_bits & _MAGNITUDE)  # below 0 for inf and NaN
-    noise = ops.minimum(bits & _LOWER_HALF, ops.where(to_largest > 0, to_largest, 0))
+    noise = ops.minimum(bits & lower, ops.where(to_largest > 0, to_largest, 0))
     # The noise never reaches the sign. A NaN that arithmetic makes has bits in the upper half.
-    rounded = (as_bits + noise) & _UPPER_HALF
-    return ops.cast(backend.bitcast(rounded, "float32"), "bfloat16")
+    return backend.bitcast((as_bits + noise) & ~lower, "float32")
 
 
 def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) -> Tensor:

@@ -11,13 +11,17 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras.initializers import Constant
+
 from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice, warn
 from kmp._keras import updates
 from kmp._keras.optimizer import accumulators_by_row, steps_of
+from kmp.half_memory.slots import SCALES, code_of, first_value, groups_for
 from kmp.half_memory.views import (
     ROUNDING,
+    CodedView,
     Float32View,
     MasterView,
     Rounding,
@@ -26,12 +30,12 @@ from kmp.half_memory.views import (
 )
 from kmp.precision.trees import HALF_DTYPES
 
-SLOT_DTYPES = ("bfloat16", "float32")
+SLOT_DTYPES = ("bfloat16", "float32", "int8")
 # What adds up over many steps, and loses in half precision what it is for.
 _SUMS = ("gradient_accumulator", "average")
 # What a weight in half precision leaves over of the float32 that its updates add up to.
-REMAINDER, MASTER = "remainder", "master"
-REMAINDER_DTYPE = "int16"
+REMAINDER, SHORT_REMAINDER, MASTER = "remainder", "short_remainder", "master"
+MASTER_WEIGHTS = (False, True, 24)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,24 +45,39 @@ class HalfMemory:
     Attributes:
         rounding: "stochastic" or "nearest".
         slot_dtype: of the optimizer's slots; None: the dtype of the variable they belong to, but
-            float32 for float16, in which squares of gradients underflow.
+            float32 for float16, in which squares of gradients underflow. "int8": 8 bits a number
+            for those that `slots.py` declares, and bfloat16 for the others.
         master_weights: whether updates of half-precision variables add up in float32: a bfloat16
-            one has an int16 remainder among the slots, a float16 one a float32 copy.
+            one has an int16 remainder among the slots, a float16 one a float32 copy. 24: a bfloat16
+            one has an int8 remainder, and their sums 24 bits.
     """
 
     rounding: str = "stochastic"
     slot_dtype: str | None = None
-    master_weights: bool = False
+    master_weights: bool | int = False
 
     def __post_init__(self):
+        if not any(self.master_weights is each for each in MASTER_WEIGHTS):
+            raise ValueError(
+                "`master_weights` must be one of False, True and 24. Received: master_weights="
+                f"{self.master_weights!r}. True keeps 32 bits of each weight, 24 so many."
+            )
         checked_choice("rounding", self.rounding, ROUNDING)
         if self.slot_dtype is not None:
             checked_choice("slot_dtype", self.slot_dtype, SLOT_DTYPES)
+        if self.slot_dtype == "int8" and self.rounding == "nearest":
+            raise ValueError(
+                "Slots in int8 must be rounded at random: to nearest, a second moment, which fades "
+                "by 0.1% a step, would never move. Received: slot_dtype='int8' and "
+                "rounding='nearest'. Leave rounding out."
+            )
 
     def slot_of(self, dtype: str) -> str:
-        """The dtype of the slots of a variable of this dtype."""
-        if self.slot_dtype and dtype != "float64":
-            return self.slot_dtype
+        """The dtype of the slots of a variable of this dtype, but for those in 8 bits."""
+        if self.slot_dtype == "int8" and dtype in ("float32", "bfloat16"):
+            return "bfloat16"
+        if self.slot_dtype not in (None, "int8") and dtype != "float64":
+            return str(self.slot_dtype)
         return "float32" if dtype == "float16" else dtype
 
     def moves_rarely(self, dtype: str) -> bool:
@@ -67,10 +86,10 @@ class HalfMemory:
         So they arrive on average; they are lost where each number is rounded to nearest.
         """
         at_random = dtype == "bfloat16" and self.rounding == "stochastic"
-        return dtype in HALF_DTYPES and (at_random or self.master_weights)
+        return dtype in HALF_DTYPES and (at_random or bool(self.master_weights))
 
     def concerns(self, variables: Sequence[Variable]) -> bool:
-        """Whether any variable or slot will be in half precision."""
+        """Whether any variable or slot will be in half precision, or a slot in 8 bits."""
         dtypes = {v.dtype for v in variables}
         return not dtypes.union(map(self.slot_of, dtypes)).isdisjoint(HALF_DTYPES)
 
@@ -82,7 +101,7 @@ class Stored:
     Attributes:
         seed: int32[], of the stochastic rounding.
         weights: the view of each weight that has a remainder or a master, by the id of that.
-        slots: the view of each slot, by the id of the slot.
+        slots: the view of each slot, by the id of the slot, or of its codes.
     """
 
     seed: Variable
@@ -108,8 +127,10 @@ class _ViewMaker:
         if not self.memory.master_weights or variable.dtype not in HALF_DTYPES:
             return self.of(variable)
         if variable.dtype == "bfloat16":
-            rest = updates.add_slot(inner, variable, REMAINDER, "zeros", REMAINDER_DTYPE)
-            view: Any = SplitView(variable, rest)
+            is_short = self.memory.master_weights == 24
+            name, dtype = (SHORT_REMAINDER, "int8") if is_short else (REMAINDER, "int16")
+            rest = updates.add_slot(inner, variable, name, "zeros", dtype)
+            view: Any = SplitView(variable, rest, self._rounding, next(self._places))
         else:
             # It begins at zero: a master that does not round to its variable is not read.
             rest = updates.add_slot(inner, variable, MASTER, "zeros", "float32")
@@ -122,6 +143,22 @@ class _ViewMaker:
         view = self.of(slot)
         if view is not slot:
             self.stored.slots[id(slot)] = view
+        return view
+
+    def of_coded_slot(self, inner: Any, weight: Variable, name: str, initializer: Any) -> Any:
+        """The view of a new slot in 8 bits; None if it is not to be coded."""
+        code, groups, first = code_of(inner, name), groups_for(weight), first_value(initializer)
+        if code is None or groups is None or first is None or weight.dtype == "float64":
+            return None
+        codes = updates.add_slot(
+            inner, weight, name, Constant(code.levels if first else 0), code.dtype
+        )
+        shape = groups.scales(tuple(weight.shape))
+        scales = updates.add_slot(
+            inner, weight, name + SCALES, Constant(first), "bfloat16", shape=shape
+        )
+        view = CodedView(codes, scales, code, groups, self._rounding, next(self._places))
+        self.stored.slots[id(codes)] = view
         return view
 
 
@@ -188,6 +225,10 @@ def _make_slot(
 ) -> Any:
     """`add_variable_from_reference` of an optimizer, with the dtype that was chosen for slots."""
     variable = getattr(reference_variable, "variable", reference_variable)  # of a view
+    if views.memory.slot_dtype == "int8":
+        view = views.of_coded_slot(inner, variable, name or "var", initializer)
+        if view is not None:
+            return view
     dtype = views.memory.slot_of(variable.dtype)
     if name in _SUMS and dtype in HALF_DTYPES:
         dtype = "float32"
@@ -213,10 +254,11 @@ def exact_weights(stored: Stored | None) -> dict[int, Tensor]:
 
 
 def numbers_of(inner: Any, stored: Stored | None) -> list[Any]:
-    """What an optimizer keeps beside remainders and masters: variables, or views of them."""
+    """What an optimizer keeps beside remainders, masters and scales: variables, or their views."""
     if stored is None:
         return list(inner.variables)
-    kept = [v for v in inner.variables if id(v) not in stored.weights]
+    parts = {id(x.scales) for x in stored.slots.values() if isinstance(x, CodedView)}
+    kept = [v for v in inner.variables if id(v) not in {*stored.weights, *parts}]
     return [stored.slots.get(id(v), v) for v in kept]
 
 

@@ -10,10 +10,12 @@ from keras import ops
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
-from kmp.half_memory.rounding import random_bits, stochastic_round
+from kmp.half_memory.codes import Code, Groups, decode, encode
+from kmp.half_memory.rounding import random_bits, round_to_24_bits, stochastic_round
 from kmp.half_memory.split import join, split
 
 ROUNDING = ("stochastic", "nearest")
+_NEAREST = 2**7  # in place of random bits: half a unit of 24 bits
 
 # By the id of a view: the view, and the value that is written when the update is over. Each thread
 # has its own, for several may trace at once.
@@ -39,8 +41,12 @@ class Rounding:
         """Round to `dtype`, with the random numbers of the variable with this number."""
         if self.mode == "nearest" or dtype != "bfloat16":
             return ops.cast(value, dtype)
+        return stochastic_round(value, self.bits(value, place))
+
+    def bits(self, value: Tensor, place: int) -> Tensor:
+        """int32 in the shape of a value: random numbers of the variable with this number."""
         seed, step = ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step)
-        return stochastic_round(value, random_bits(tuple(value.shape), seed, step, place))
+        return random_bits(tuple(value.shape), seed, step, place)
 
 
 _BaseView: Any = backend.BaseView  # a type checker takes no attribute for a base
@@ -102,11 +108,14 @@ class SplitView(Float32View):
 
     Args:
         variable: bfloat16 variable.
-        remainder: int16 variable of the same shape. Zeros belong to any value of `variable`.
+        remainder: int16 variable of the same shape, or int8, with which the float32 has 24 bits.
+            Zeros belong to any value of `variable`.
+        rounding: how to round to 24 bits.
+        place: the number of the variable among those that are rounded in one step.
     """
 
-    def __init__(self, variable: Variable, remainder: Variable):
-        super().__init__(variable, Rounding("nearest", None, None), 0)
+    def __init__(self, variable: Variable, remainder: Variable, rounding: Rounding, place: int):
+        super().__init__(variable, rounding, place)
         self.remainder = remainder
 
     def read(self) -> Tensor:
@@ -115,11 +124,63 @@ class SplitView(Float32View):
 
     def write(self, value: Tensor) -> None:
         """Assign both parts."""
+        at_random = self.remainder.dtype == "int8" and self._rounding.mode == "stochastic"
+        self._assign(value, self._rounding.bits(value, self._place) if at_random else _NEAREST)
+
+    def restore(self, value: Tensor) -> None:
+        """Assign both parts of a float32 value that was read elsewhere, at no step."""
+        self._assign(value, _NEAREST)
+
+    def _assign(self, value: Tensor, bits: Tensor) -> None:
+        if self.remainder.dtype == "int8":
+            value = round_to_24_bits(value, bits)
         weight, remainder = split(value, self.remainder.dtype)
         self.variable.assign(weight)
         self.remainder.assign(remainder)
 
-    restore = write
+
+class CodedView(Float32View):
+    """A slot of 8 bits a number, and the scales of its groups.
+
+    Args:
+        variable: int8 or uint8 variable, the codes.
+        scales: bfloat16 variable.
+        code: what the codes stand for.
+        groups: which of them share a scale.
+        rounding: whose random numbers it draws.
+        place: the number of the variable among those that are rounded in one step.
+    """
+
+    def __init__(
+        self,
+        variable: Variable,
+        scales: Variable,
+        code: Code,
+        groups: Groups,
+        rounding: Rounding,
+        place: int,
+    ):
+        super().__init__(variable, rounding, place)
+        self.scales, self._code, self._groups = scales, code, groups
+
+    def read(self) -> Tensor:
+        """float32, what the codes stand for."""
+        codes, scales = (ops.convert_to_tensor(v) for v in (self.variable, self.scales))
+        return decode(codes, scales, self._code, self._groups)
+
+    def write(self, value: Tensor) -> None:
+        """Encode a value, at random."""
+        bits = self._rounding.bits(value, self._place)
+        self._assign(value, ops.cast(bits & (2**24 - 1), "float32") * 2.0**-24)
+
+    def restore(self, value: Tensor) -> None:
+        """Encode a float32 value that was read elsewhere: to nearest, at no step."""
+        self._assign(value, ops.full(value.shape, 0.5, "float32"))
+
+    def _assign(self, value: Tensor, uniform: Tensor) -> None:
+        codes, scales = encode(value, self._code, self._groups, uniform)
+        self.variable.assign(codes)
+        self.scales.assign(scales)
 
 
 class MasterView(Float32View):

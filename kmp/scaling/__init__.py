@@ -40,7 +40,7 @@ def scaled(
     on_overflow: str = "drop_micro_batch",
     rounding: str = "stochastic",
     slot_dtype: str | None = None,
-    master_weights: bool = False,
+    master_weights: bool | int = False,
     spikes: Any = None,
     **optimizer_arguments,
 ) -> LossScaleOptimizer:

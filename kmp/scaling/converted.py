@@ -1,6 +1,7 @@
 """State from the file of an optimizer that held it in other dtypes, or in other variables."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,19 @@ from keras import ops
 from kmp._backend.types import Tensor, Variable
 from kmp._common import warn
 from kmp._keras.optimizer import trainable_variables_of
-from kmp.half_memory import MASTER, REMAINDER, Float32View, join, numbers_of
+from kmp.half_memory import (
+    MASTER,
+    REMAINDER,
+    SCALES,
+    SHORT_REMAINDER,
+    Float32View,
+    decoded,
+    join,
+    numbers_of,
+)
 from kmp.precision.trees import is_float
 
-_EXACT = (REMAINDER, MASTER)  # with the weight, its float32
+_EXACT = (REMAINDER, SHORT_REMAINDER, MASTER)  # with the weight, its float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +47,28 @@ class Layout:
 
     @property
     def numbers(self) -> list[int]:
-        """The places of everything else."""
-        return [i for i, (name, *_) in enumerate(self.slots) if name not in _EXACT]
+        """The places of everything else but scales, which follow the codes that they are of."""
+        others = {*self.exact, *self._scales}
+        return [i for i in range(len(self.slots)) if i not in others]
+
+    @property
+    def _scales(self) -> list[int]:
+        names = [name for name, *_ in self.slots]
+        pairs = enumerate(itertools.pairwise(names), start=1)
+        return [i for i, (before, name) in pairs if name == before + SCALES]
+
+    def has_scales(self, place: int) -> bool:
+        """Whether the variable in a place holds codes, and the next one their scales."""
+        return place + 1 in self._scales
 
     def holds_as(self, other: "Layout") -> bool:
         """Whether the variables of both hold the same things in the same way."""
-        ours, theirs = ([x.slots[i][0] for i in x.exact] for x in (self, other))
+        parts = [
+            [(i, x.slots[i]) for i in (*x.exact, *x._scales)]  # names and shapes
+            for x in (self, other)
+        ]
         same_rows = None in (self.rows, other.rows) or self.rows == other.rows
-        return (ours, self.exact, same_rows) == (theirs, other.exact, True)
+        return parts[0] == parts[1] and same_rows
 
 
 def layout_of(optimizer: Any) -> Layout:
@@ -78,10 +102,14 @@ def load(optimizer: Any, stored: Layout, store: Mapping[str, Any]) -> None:
     inner = optimizer.inner_optimizer
     arrays = [to_numpy(store[str(i)]) for i in range(len(stored.slots))]
     for place, target in zip(stored.numbers, numbers_of(inner, optimizer.stored), strict=True):
-        if isinstance(target, Float32View):
-            target.restore(ops.convert_to_tensor(arrays[place].astype("float32")))
+        if stored.has_scales(place):
+            number = decoded(*map(ops.convert_to_tensor, arrays[place : place + 2]))
         else:
-            target.assign(ops.convert_to_tensor(arrays[place], target.dtype))
+            number = ops.convert_to_tensor(arrays[place])
+        if isinstance(target, Float32View):
+            target.restore(ops.cast(number, "float32"))
+        else:
+            target.assign(ops.cast(number, target.dtype))
     _load_weights(optimizer, stored, arrays)
 
 

@@ -54,9 +54,11 @@ class LossScaleOptimizer(WrapsInner):
         measure_gradients: bool, whether steps are measured; see `gradient_report()`.
         rounding: how bfloat16 weights and slots are rounded after an update computed in float32:
             `"stochastic"`, or `"nearest"`, which loses the smallest updates.
-        slot_dtype: `"bfloat16"`, `"float32"`, or None: that of the variable, float32 for float16.
+        slot_dtype: `"bfloat16"`, `"float32"`, `"int8"` (8 bits a number where that is safe, else
+            bfloat16), or None: that of the variable, float32 for float16.
         master_weights: bool, whether updates of half-precision weights add up in float32: that is
-            a bfloat16 weight with an int16 remainder, or a float32 copy of a float16 one.
+            a bfloat16 weight with an int16 remainder, or a float32 copy of a float16 one. Or 24:
+            so many bits, with an int8 remainder.
         spikes: None, `"skip"` or `kmp.SkipSpikes(...)`: whether to leave out a step whose gradients
             are finite, and far larger than the largest lately.
         **kwargs: settings from old Keras configs; only their default values are accepted.
@@ -104,7 +106,7 @@ class LossScaleOptimizer(WrapsInner):
         measure_gradients: bool = True,
         rounding: str = "stochastic",
         slot_dtype: str | None = None,
-        master_weights: bool = False,
+        master_weights: bool | int = False,
         spikes: Any = None,
         **kwargs: Any,
     ):
@@ -119,7 +121,7 @@ class LossScaleOptimizer(WrapsInner):
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
         self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
         self.measure_gradients = bool(measure_gradients)
-        self.half_memory = HalfMemory(rounding, slot_dtype, bool(master_weights))
+        self.half_memory = HalfMemory(rounding, slot_dtype, master_weights)
         self.variable_paths: tuple[str, ...] = ()
         self.scale_was_read, self._warned_of_unscaled_loss = False, False
         self.step_scales_loss: bool | None = None

@@ -78,7 +78,7 @@ def test_how_half_weights_are_updated(policy, slots, rounding, masters):
     "text, match",
     [
         ("bfloat17", "bfloat17"),
-        ("bfloat16,slot_dtype=int8", "slot_dtype"),
+        ("bfloat16,slot_dtype=int4", "slot_dtype"),
         ("bfloat16,rounding=up", "rounding"),
         ("bfloat16,master_weights=maybe", "master_weights"),
     ],

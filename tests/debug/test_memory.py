@@ -182,14 +182,17 @@ def test_x_must_be_a_batch(x, message):
         ({"slot_dtype": "bfloat16"}, (4, 4, 4)),
         ({"slot_dtype": "float32"}, (8, 8, 8)),
         ({"master_weights": True}, (8, 8, 6)),
+        ({"slot_dtype": "int8"}, (2.125, 2.125, 2.125)),
+        ({"master_weights": 24, "slot_dtype": "int8"}, (2.125, 2.125, 3.125)),
     ],
     ids=str,
 )
 def test_slots_are_counted_as_they_were_chosen(memory, slots):
     """Bytes a parameter of Adam's two slots, and of a remainder beside half weights."""
-    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32)])
+    dense = keras.layers.Dense(64, use_bias=False)
+    model = keras.Sequential([keras.Input((64,)), dense])
     model.compile(kmp.scaled("adam", "none", **memory), "mse")
-    parameters = 16 * 32 + 32
+    parameters = 64 * 64
     found = [row.slots / parameters for row in kmp.debug.memory_report(model, 4).rows]
     assert found == list(slots)
 

@@ -21,8 +21,9 @@ OPTIMIZERS = {
 MEMORY = {
     "half": {},
     "float32": {"master_weights": True, "slot_dtype": "float32"},
+    "24 bits": {"master_weights": 24, "slot_dtype": "int8"},
 }
-START = np.linspace(-1, 1, 64)
+START = np.linspace(-1, 1, 4096)
 
 
 def after_steps(strategy, make, graph, **memory):
@@ -32,7 +33,7 @@ def after_steps(strategy, make, graph, **memory):
     run = Run(strategy, scaled, START, graph=graph, dtype="bfloat16")
     random = np.random.default_rng(5)
     for step in range(7):
-        shares = np.tile(random.normal(size=64).astype("float32") / replicas, (replicas, 1))
+        shares = np.tile(random.normal(size=START.size).astype("float32") / replicas, (replicas, 1))
         if step == 3:
             shares[-1, 5] = np.inf
         run.step(shares)

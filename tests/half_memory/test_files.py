@@ -14,7 +14,7 @@ from kmp.half_memory import exact_weights, numbers_of
 
 FOLDER = pathlib.Path(__file__).parent
 BFLOAT16 = ml_dtypes.bfloat16
-X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
+X = np.random.default_rng(0).normal(size=(8, 64)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(8, 2)).astype("float32")
 
 # A policy, and arguments of `kmp.scaled`.
@@ -24,7 +24,12 @@ MEMORY = {
     "bfloat16": ("bfloat16", {}),
     "float32 slots": ("bfloat16", {"slot_dtype": "float32"}),
     "remainders": ("bfloat16", {"master_weights": True}),
+    "mixed, int8 slots": ("mixed_bfloat16", {"slot_dtype": "int8"}),
+    "24 bits, int8 slots": ("bfloat16", {"master_weights": 24, "slot_dtype": "int8"}),
 }
+# Of a weight, to nearest.
+BITS = dict.fromkeys(MEMORY, 8) | {"remainders": 32, "24 bits, int8 slots": 24}
+BITS |= {name: 32 for name in MEMORY if "mixed" in name}
 
 
 def model_of(memory, steps=3):
@@ -33,7 +38,7 @@ def model_of(memory, steps=3):
     keras.utils.set_random_seed(3)
     norm = layers.LayerNormalization(dtype="mixed_bfloat16", name="norm")  # in float32
     model = keras.Sequential(
-        [keras.Input((6,)), layers.Dense(4, "relu", name="body"), norm, layers.Dense(2)]
+        [keras.Input((64,)), layers.Dense(64, "relu", name="body"), norm, layers.Dense(2)]
     )
     optimizer = kmp.scaled("adam", 1024, learning_rate=0.01, **arguments)
     model.compile(optimizer, "mse", run_eagerly=keras.backend.backend() == "tensorflow")
@@ -68,7 +73,7 @@ def assert_equal(ours, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", few(MEMORY, "remainders"))
+@pytest.mark.parametrize("memory", few(MEMORY, "24 bits, int8 slots"))
 def test_a_file_goes_on_bit_for_bit(memory, tmp_path):
     model = model_of(memory)
     model.save(tmp_path / "model.keras")
@@ -82,20 +87,22 @@ def test_a_file_goes_on_bit_for_bit(memory, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved", few(MEMORY, "remainders", "mixed"))
-@pytest.mark.parametrize("loaded", few(MEMORY, "remainders", "mixed"))
+@pytest.mark.parametrize("saved", few(MEMORY, "remainders", "mixed, int8 slots"))
+@pytest.mark.parametrize("loaded", few(MEMORY, "remainders", "mixed, int8 slots"))
 def test_every_file_loads_into_every_mode(saved, loaded, tmp_path):
     model = model_of(saved)
     model.save_weights(tmp_path / "state.weights.h5")
     other = model_of(loaded, steps=1)
     other.load_weights(tmp_path / "state.weights.h5")
-    keeps_float32 = {"mixed", "mixed, bfloat16 slots", "remainders"}
     # Keras rounds the float32 weights of a file when it assigns them to bfloat16 ones.
-    exact = saved in keeps_float32 and loaded in keeps_float32 - {"remainders"} | {saved}
+    kept = min(BITS[saved], BITS[loaded] if "mixed" in loaded or saved == loaded else 8)
     for a, b in zip(weights_of(model), weights_of(other), strict=True):
-        np.testing.assert_array_equal(*(x if exact else x.astype(BFLOAT16) for x in (a, b)))
+        np.testing.assert_allclose(a, b, rtol=0 if kept == 32 else 2.0**-kept)
     for a, b in zip(slots_of(model), slots_of(other), strict=True):
-        np.testing.assert_array_equal(a.astype(BFLOAT16), b.astype(BFLOAT16))
+        if "int8" in saved + loaded and saved != loaded and a.size >= 4096:  # half a step of a code
+            np.testing.assert_allclose(a, b, rtol=0.15, atol=1e-6 * np.abs(a).max())
+        else:
+            np.testing.assert_array_equal(a.astype(BFLOAT16), b.astype(BFLOAT16))
     assert int(other.optimizer.iterations.numpy()) == 3
     fit(other)
     assert all(np.isfinite(x).all() for x in (*weights_of(other), *slots_of(other)))
@@ -118,3 +125,19 @@ def test_float32_masters_of_bfloat16_weights_load_exactly():
     before = weights_of(model)
     model.optimizer.apply([ops.zeros(v.shape) for v in model.trainable_variables])
     assert all(np.any(a != b) for a, b in zip(before, weights_of(model), strict=True))
+
+
+@pytest.mark.slow
+def test_a_conversion_keeps_what_the_weights_and_slots_are():
+    model = model_of("24 bits, int8 slots")
+    weights, slots = weights_of(model), slots_of(model)
+    kmp.to_mixed_precision(model, "mixed_bfloat16")
+    assert {v.dtype for v in model.trainable_variables} == {"float32"}
+    kmp.to_mixed_precision(model, "bfloat16")
+    assert "int8" in {v.dtype for v in model.optimizer.variables if "remainder" in v.name}
+    body = [v.dtype for v in model.trainable_variables].index("bfloat16")
+    assert_equal([weights_of(model)[body]], [weights[body]])
+    for a, b in zip(slots_of(model), slots, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.15, atol=1e-6 * np.abs(b).max())
+    fit(model)
+    assert all(np.isfinite(x).all() for x in weights_of(model))

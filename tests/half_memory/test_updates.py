@@ -159,8 +159,13 @@ def test_remainders_hold_what_float32_masters_do(name, monkeypatch):
 
     memory = {"master_weights": True, "slot_dtype": "float32"}
     split = exact(steps(run_of(OPTIMIZERS[name](), "bfloat16", **memory)))
-    monkeypatch.setattr(updates, "SplitView", MasterView)
-    monkeypatch.setattr(updates, "REMAINDER_DTYPE", "float32")
+
+    def with_master(optimizer, variable, name, initializer, dtype):
+        return add_slot(optimizer, variable, name, initializer, dtype.replace("int16", "float32"))
+
+    add_slot = updates.updates.add_slot
+    monkeypatch.setattr(updates, "SplitView", lambda weight, rest, *_: MasterView(weight, rest))
+    monkeypatch.setattr(updates.updates, "add_slot", with_master)
     run = steps(run_of(OPTIMIZERS[name](), "bfloat16", **memory))
     for a, b in zip(split, values(remainders_of(run)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -241,26 +246,52 @@ def as_stored(x, rounding, seed, step, place):
     return ops.convert_to_numpy(ops.cast(rounded, "float32"))
 
 
+LARGE = {"kernel": (64, 64)}
+INT8 = {"master_weights": 24, "slot_dtype": "int8"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", few(MODES, "xla", "jit"))
-@pytest.mark.parametrize("memory", few([{}, {"master_weights": True}], {}), ids=str)
+@pytest.mark.parametrize("memory", few([{}, {"master_weights": True}, INT8], {}, INT8), ids=str)
 def test_a_skipped_step_moves_and_draws_nothing(mode, memory):
     def after(poisoned):
-        run = run_of(keras.optimizers.Adam(0.01), "bfloat16", mode, loss_scale=1024, **memory)
+        scaled = kmp.scaled(keras.optimizers.Adam(0.01), loss_scale=1024, **memory)
+        run = Run(scaled, mode, variables_of("bfloat16", LARGE))
         for step in range(STEPS):
             if step in poisoned:
                 before = run.state()
-                bad = gradients_of(0)
+                bad = gradients_of(0, LARGE)
                 bad[0][1, 2] = np.inf
                 run.step(bad)
                 for name, value in run.state().items():
                     np.testing.assert_array_equal(value, before[name], err_msg=name)
-            run.step(gradients_of(step))
+            run.step(gradients_of(step, LARGE))
         return run.state()
 
     for (name, a), b in zip(after({1, 3}).items(), after(()).values(), strict=True):
         if "steps" not in name:
             np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.core
+def test_sums_of_24_bits_add_up():
+    """Updates of a small part of a unit in the last of 24 bits arrive on average."""
+    scaled = kmp.scaled(keras.optimizers.SGD(1.0), "none", master_weights=24)
+    run = Run(scaled, "eager", [keras.Variable(np.ones((64, 64)), dtype="bfloat16", name="kernel")])
+    update = np.float32(2.0**-15 / 128)  # two units of float32
+    for _ in range(20):
+        run.step([np.full((64, 64), -update)])
+    (rest,) = [v for v in run.inner.variables if v.name.endswith("_short_remainder")]
+    assert rest.dtype == "int8" and np.all(values(run.variables)[0] == 1)
+    moved = ops.convert_to_numpy(rest).astype("float64") * 2.0**-15
+    # Each rounding has a variance below a unit squared times 1/128; those of 20 steps add up.
+    assert abs(moved.mean() - 20 * update) < 5 * 2.0**-15 * np.sqrt(20 / 128 / moved.size)
+
+
+@pytest.mark.parametrize("wrong", [8, 1, "true"])
+def test_masters_are_all_of_float32_or_24_bits(wrong):
+    with pytest.raises(ValueError, match="False, True and 24"):
+        kmp.scaled("adam", master_weights=wrong)
 
 
 @pytest.mark.filterwarnings("ignore:Weights in float16")
