@@ -276,6 +276,32 @@ def test_bfloat16_weights_are_rounded_as_on_one_device(name, memory):
         np.testing.assert_array_equal(*numbers_as_float32([a, b]), err_msg=a.path)
 
 
+def test_slots_of_8_bits_lie_where_their_weights_lie():
+    """No group lies on two devices, and the scales are split as the codes are."""
+
+    def trained():
+        memory = {"master_weights": 24, "slot_dtype": "int8"}
+        optimizer = kmp.scaled(keras.optimizers.Lion(0.01), loss_scale=1024, **memory)
+        half = {"use_bias": False, "dtype": "bfloat16"}
+        layers = [keras.layers.Dense(64, name=name, **half) for name in ("first", "second")]
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        model.set_weights([integers(64, 64, seed=i) for i in (1, 2)])
+        model.compile(optimizer, loss=linear_loss, jit_compile=True)
+        x, y = integers(3 * BATCH, 64, seed=3), integers(3 * BATCH, 64, seed=4)
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        return model
+
+    alone = trained()
+    keras.distribution.set_distribution(DISTRIBUTIONS["model_parallel"]())
+    model = trained()
+    inner = [each.optimizer.inner_optimizer.variables[2:] for each in (alone, model)]
+    assert {v.dtype for v in inner[1]} == {"int8", "bfloat16"}  # remainders, codes and scales
+    assert not any(v.value.sharding.is_fully_replicated for v in inner[1])
+    keras.distribution.set_distribution(None)
+    for a, b in zip([*inner[0], *alone.weights], [*inner[1], *model.weights], strict=True):
+        np.testing.assert_array_equal(*numbers_as_float32([a, b]), err_msg=a.path)
+
+
 def numbers_as_float32(variables):
     return [ops.convert_to_numpy(ops.cast(v, "float32")) for v in variables]
 
