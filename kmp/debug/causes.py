@@ -99,8 +99,14 @@ def _largest(stats: tuple[TensorStats, ...]) -> float:
 
 def _left_the_range(in_float32: tuple[TensorStats, ...], dtype: str) -> str:
     largest, limit = _largest(in_float32), formats[dtype].largest
-    what = "it" if largest > limit else "a number on the way"
-    return f"finite in float32 (largest {largest:.5g}): {what} left {dtype} (at most {limit:.5g})"
+    left = f"it left {dtype} (at most {limit:.5g})"
+    if largest <= limit:
+        least = formats[dtype].smallest_subnormal
+        left = (
+            f"a number on the way left {dtype} (at most {limit:.5g}, and 0 below {least:.2g}, as "
+            "an epsilon may be: kmp.audit(model) lists such constants)"
+        )
+    return f"finite in float32 (largest {largest:.5g}): {left}"
 
 
 def _in_float32(call: Call) -> tuple[TensorStats, ...]:

@@ -71,7 +71,8 @@ class Diagnosis:
             names = ", ".join(self.without_path)
             lines.append(
                 f"Keras gives no path to {names}: kmp.to_mixed_precision(model, report.policy) "
-                "keeps them in float32, in a rebuilt model write dtype='float32' there"
+                "keeps them in float32; a rebuilt model needs the same names, and dtype='float32' "
+                "there"
             )
         if self.loss_scale is not None:
             finite = "all gradients finite" if self.gradients_finite else "some gradients overflow"

@@ -98,10 +98,11 @@ def test_no_scale_is_advised_that_is_set_already():
     sunk = kmp.DynamicLossScale(initial_scale=2.0**24)
     assert "Wait for the scale to grow from 1024" in advice(sunk, 0.0, 2.0**10)
     assert "Wait for the scale to grow from 1024" in advice(sunk, 1e-3, 2.0**10)
-    floored = kmp.DynamicLossScale(min_scale=2.0**15)
     event = (OverflowEvent(4000, 2.0**16, "w", 1, True),)
+    said = advice(kmp.DynamicLossScale(), 1e-4, 2.0**15, event)
+    assert "kmp.DynamicLossScale(initial_scale=2.0**20, min_scale=2.0**20) leaves out" in said
+    floored = kmp.DynamicLossScale(2.0**20, min_scale=2.0**20)
     assert advice(floored, 1e-4, 2.0**15, event).endswith("both batches count.")
-    assert "min_scale=2.0**15" in advice(kmp.DynamicLossScale(), 1e-4, 2.0**15, event)
     assert not advice(kmp.DynamicLossScale(), 30.0, 2.0**10, spare_bits=0)
     assert "headroom_bits" not in advice(kmp.AmaxLossScale(headroom_bits=1), 1e-3, 2.0**10)
 

@@ -288,7 +288,7 @@ def test_where_underflow_begins(counts, arguments, state):
 def test_the_advised_scale_fills_float16_but_for_a_bit():
     details = np.stack([bins({-15: 1})])
     found = judged(report([2.0**-4], details=details, loss_scale=8.0))
-    assert found.advice == 'Write loss_scale="dynamic", or loss_scale=2.0**18.'
+    assert found.advice == "Write kmp.DynamicLossScale(initial_scale=2.0**18)."
     rule = kmp.AmaxLossScale(headroom_bits=6)
     found = judged(report([2.0**-4], details=details, loss_scale=8.0), rule)
     assert found.advice == "Write kmp.AmaxLossScale(headroom_bits=1); it is 6 now."

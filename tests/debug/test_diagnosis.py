@@ -82,7 +82,7 @@ def test_a_layer_without_a_path_is_kept_and_said():
     diagnosis = kmp.debug.diagnose(model, x)
     assert relu.path is None
     assert diagnosis.without_path == diagnosis.float32_layers == ("relu",)
-    assert "in a rebuilt model write dtype='float32' there" in str(diagnosis)
+    assert "a rebuilt model needs the same names, and dtype='float32' there" in str(diagnosis)
     assert "Keras gives no path to relu: " in str(diagnosis)
     kmp.to_mixed_precision(model, diagnosis.policy)
     assert relu.compute_dtype == "float32" and find(model, "conv").compute_dtype == "float16"

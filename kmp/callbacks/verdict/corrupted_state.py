@@ -23,7 +23,10 @@ class NonfiniteState(Detector):
     """
 
     def see(self, look: Observation) -> Verdict | None:
-        return corrupted(look.nonfinite_state)
+        return corrupted(
+            look.nonfinite_state,
+            "kmp.layers.Float32BatchNormalization takes in no statistics that are not finite.",
+        )
 
 
 class RuinedVariance(Detector):
@@ -42,11 +45,13 @@ class RuinedVariance(Detector):
                 found.append(Corrupted(path, reason, of_layer=True))
             elif look.report.step >= FIRST_STEPS and math.isfinite(now):
                 self._sound[i, path] = now  # it begins at 1, whatever the data
-        return corrupted(found)
+        return corrupted(
+            found, 'kmp.scaled(..., spikes="skip") holds the statistics against such a batch.'
+        )
 
 
-def corrupted(found: list[Corrupted]) -> Verdict | None:
-    """UNSTABLE for ruined state, if there is any."""
+def corrupted(found: list[Corrupted], prevention: str = "") -> Verdict | None:
+    """UNSTABLE for ruined state, if there is any, and what prevents it in layers."""
     if not found:
         return None
     first, more = found[0], len(found) - 1
@@ -55,8 +60,7 @@ def corrupted(found: list[Corrupted]) -> Verdict | None:
         first.path,
         first.reason + (f"; {more} more variables are affected" if more else ""),
         "The model predicts with it, and good batches take very long to wash it out, or never: "
-        "load a checkpoint from before, and look for a batch of another scale. "
-        "kmp.layers.Float32BatchNormalization takes in no statistics that are not finite."
+        f"load a checkpoint from before, and look for a batch of another scale. {prevention}"
         if first.of_layer
         else "The optimizer goes on from it: load a checkpoint from before, or compile the model "
         "with a new optimizer, and look for a batch of another scale.",

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from kmp.callbacks.verdict.detector import Detector, named
 from kmp.callbacks.verdict.observation import Observation, Weight
+from kmp.callbacks.verdict.overflows import LOCATE, OTHER_MICRO_BATCHES
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
 
@@ -98,9 +99,8 @@ def _cause(look: Observation, still: _Still) -> tuple[str, str] | None:
         return "the learning rate is 0", "Set it, or look at where its schedule ends."
     if look.drops_windows and look.skips:
         return (
-            f"{look.skips} of the last {look.steps} steps were skipped, and one overflow "
-            "discards a whole window of gradient accumulation",
-            'Write on_overflow="drop_micro_batch", or a lower loss scale.',
+            f"{look.skips} of the last {look.steps} steps were skipped",
+            f"{LOCATE}, or a loss scale if one can hold it. {OTHER_MICRO_BATCHES}",
         )
     dtypes = {look.weights[path].dtype for path in still.paths}
     if half := dtypes & {"bfloat16", "float16"}:

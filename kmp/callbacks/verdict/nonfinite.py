@@ -61,5 +61,5 @@ class NonfiniteWeights(Detector):
             f"{len(lost)} of {len(norms)} weights hold inf or NaN",
             "No step brings them back: load a checkpoint from before. Gradients that are not "
             "finite are skipped, so look at the learning rate, the optimizer's epsilon and "
-            "constraints.",
+            "constraints, and for a batch whose gradients are huge, which the optimizer squares.",
         )

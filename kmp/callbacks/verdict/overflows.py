@@ -17,7 +17,11 @@ _OFTEN = 5  # overflows of which a few are nothing
 _LEAST_RATE = 1 / 2000  # overflows a step: what the growth of the scale costs by itself
 
 _GROWING = "If the gradients grow from step to step, lower the learning rate. Otherwise: "
-_LOCATE = "kmp.debug.locate_nonfinite(model, x, y) on such a batch names the layer"
+LOCATE = "kmp.debug.locate_nonfinite(model, x, y) on such a batch names the layer"
+OTHER_MICRO_BATCHES = (
+    "One overflow discards a whole window of gradient accumulation: until it is mended, "
+    'on_overflow="drop_micro_batch" trains on the other micro-batches.'
+)
 _OTHER_BATCHES = (
     " If none can, mend that layer; until then min_scale=1.0 keeps the scale up for the other "
     "batches."
@@ -68,7 +72,8 @@ class AllSkipped(Detector):
             next(iter(look.report.overflowed), ""),
             f"each of the last {look.steps} steps was skipped, although the loss is finite",
             f"The loss scale, {look.report.loss_scale:g} now, has not found its level. "
-            + _advice(look),
+            + _advice(look)
+            + (f" {OTHER_MICRO_BATCHES}" if look.drops_windows else ""),
         )
 
 
@@ -110,7 +115,7 @@ class Calibrating(Detector):
             "CALIBRATING",
             "",
             f"{look.skips} steps were skipped on the way to a loss scale of {report.loss_scale:g}",
-            f"A few at the beginning are how the scale is found. If it goes on, {_LOCATE}.",
+            f"A few at the beginning are how the scale is found. If it goes on, {LOCATE}.",
         )
 
 
@@ -191,13 +196,13 @@ def _advice(look: Observation, floor: str = "") -> str:
     in_float16 = look.in_float16
     if look.dynamic and in_float16:
         return (
-            f"{_LOCATE}, and a loss scale if one can hold it: write "
+            f"{LOCATE}, and a loss scale if one can hold it: write "
             f"kmp.DynamicLossScale(initial_scale=...) with that number.{floor}"
         )
     if (look.dynamic or look.rule == NoOpLossScale()) and not in_float16:
         return (
             "No layer's policy computes in float16: unless code of your own casts to it, no loss "
-            f"scale helps, and {_LOCATE}."
+            f"scale helps, and {LOCATE}."
         )
     other = "dynamic" if in_float16 else "none"
-    return f'Write loss_scale="{other}". If it overflows still, {_LOCATE}.'
+    return f'Write loss_scale="{other}". If it overflows still, {LOCATE}.'

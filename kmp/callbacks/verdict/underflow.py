@@ -67,28 +67,41 @@ def _higher_scale(report: GradientReport, rule: Any) -> str:
         return f"Write kmp.AmaxLossScale(headroom_bits=1); it is {headroom:g} now."
     room = math.log2(report.loss_scale) + report.headroom_bits - 1
     exponent = round(math.log2(_USUAL)) if all_zero else min(math.floor(room), _MOST)
-    advice = f'Write loss_scale="dynamic", or loss_scale=2.0**{exponent}.'
     if found := dynamic(rule):
         advice = _for_dynamic(report, found, exponent)
+    else:
+        advice = f"Write {_own_scale(exponent)}."  # a fixed one fits no larger gradient
     flat = " If they are zero in float32 too, the loss does not depend on the weights."
     return advice + (flat if all_zero else "")
+
+
+def _own_scale(exponent: int) -> str:
+    """A dynamic scale that begins this high, or by default at most two bits lower."""
+    if exponent - math.log2(DynamicLossScale.initial_scale) <= 2:
+        return 'loss_scale="dynamic"'
+    ceiling = f", max_scale=2.0**{exponent}" if 2.0**exponent > DynamicLossScale.max_scale else ""
+    return f"kmp.DynamicLossScale(initial_scale=2.0**{exponent}{ceiling})"
 
 
 def _for_dynamic(report: GradientReport, rule: DynamicLossScale, exponent: int) -> str:
     wanted = 2.0**exponent
     refused = [e for e in report.events if e.loss_finite and e.loss_scale <= wanted]
     if refused:
-        floor = min(exponent - _APART, math.floor(math.log2(rule.initial_scale)))
-        leave_out = f"; kmp.DynamicLossScale(min_scale=2.0**{floor}) leaves out those that overflow"
+        floor = exponent - _APART
+        begin = f"initial_scale=2.0**{floor}, " if 2.0**floor > rule.initial_scale else ""
+        ceiling = f", max_scale=2.0**{floor}" if 2.0**floor > DynamicLossScale.max_scale else ""
+        leave_out = (
+            f"; kmp.DynamicLossScale({begin}min_scale=2.0**{floor}{ceiling}) leaves out those that "
+            "overflow"
+        )
         return (
             f"A scale of {refused[0].loss_scale:g} overflowed in step {refused[0].step}, on "
             'another batch. In "mixed_bfloat16" with loss_scale="none" both batches count'
             f"{leave_out if rule.min_scale < 2.0**floor else ''}."
         )
-    ceiling = f", max_scale=2.0**{exponent}" if wanted > DynamicLossScale.max_scale else ""
     wait = ", or wait for it to grow" if wanted <= rule.max_scale else ""
     if rule.initial_scale < wanted:
-        return f"Write kmp.DynamicLossScale(initial_scale=2.0**{exponent}{ceiling}){wait}."
+        return f"Write {_own_scale(exponent)}{wait}."
     # It has sunk since, longer ago than the last overflows that are known.
     return (
         f"Wait for the scale to grow from {report.loss_scale:g}: it does so every "
