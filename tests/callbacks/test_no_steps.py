@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from conftest import BACKEND
+from forgetful import Forgetful
 from reports import look_at, verdict_on
 
 import kmp
@@ -13,64 +13,13 @@ from kmp.callbacks.verdict.observation import Weight
 pytestmark = pytest.mark.filterwarnings("ignore:Step 0. STALLED", "ignore:Gradients do not exist")
 
 
-class Forgetful(keras.Sequential):
-    """Whose train step hands the gradients to `stepped`, or to nobody."""
-
-    stepped = None
-
-    def train_step(self, *args):
-        step = {"jax": self.of_jax, "tensorflow": self.of_tensorflow, "torch": self.of_torch}
-        return step[BACKEND](*args)
-
-    def of_jax(self, state, data):
-        import jax
-
-        trainable, others, of_optimizer, metrics = state
-        x, y = data
-
-        def loss_of(trainable):
-            loss, _ = self.compute_loss_and_updates(
-                trainable, others, metrics, x, y, None, True, of_optimizer
-            )
-            return loss
-
-        loss, gradients = jax.value_and_grad(loss_of)(trainable)
-        if self.stepped is not None:
-            trainable, of_optimizer = self.stepped.stateless_apply(
-                of_optimizer, gradients, trainable
-            )
-        return {"loss": loss}, (trainable, others, of_optimizer, metrics)
-
-    def of_tensorflow(self, data):
-        import tensorflow as tf
-
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-            scaled = (self.stepped or self.optimizer).scale_loss(loss)
-        gradients = tape.gradient(scaled, self.trainable_weights)
-        if self.stepped is not None:
-            self.stepped.apply(gradients, self.trainable_weights)
-        return {"loss": loss}
-
-    def of_torch(self, data):
-        x, y = data
-        self.zero_grad()
-        loss = self.compute_loss(x, y, self(x, training=True))
-        (self.stepped or self.optimizer).scale_loss(loss).backward()
-        if self.stepped is not None:
-            gradients = [v.value.grad for v in self.trainable_weights]
-            self.stepped.apply(gradients, self.trainable_weights)
-        return {"loss": loss}
-
-
 def fit(stepped, watched=None, batches=8):
     """Fit a model that is compiled with its own optimizer, and steps `stepped`."""
     model = Forgetful([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(kmp.scaled("sgd", learning_rate=0.01), "mse")
-    model.stepped = model.optimizer if stepped == "its own" else stepped
-    if model.stepped is not None:
-        model.stepped.build(model.trainable_variables)
+    model.stepped = stepped
+    if stepped is not None:
+        model.hands_to.build(model.trainable_variables)
     before = model.get_weights()
     watch = kmp.callbacks.GradientHealth(optimizer=watched)
     x = np.ones((4 * batches, 4), "float32")

@@ -1,0 +1,80 @@
+"""A model with a train step of its own, which may forget what kmp needs of it."""
+
+import keras
+from conftest import BACKEND
+
+
+class Forgetful(keras.Sequential):
+    """Whose train step hands the gradients to `stepped`, or to nobody.
+
+    Attributes:
+        stepped: the optimizer; "its own"; or None, for nobody.
+        scales: whether the loss is scaled.
+        tells: whether Keras's average of the loss is updated.
+    """
+
+    stepped, scales, tells = None, True, False
+
+    @property
+    def hands_to(self):
+        return self.optimizer if self.stepped == "its own" else self.stepped
+
+    def scaled(self, loss):
+        return (self.hands_to or self.optimizer).scale_loss(loss) if self.scales else loss
+
+    def train_step(self, *args):
+        step = {"jax": self.of_jax, "tensorflow": self.of_tensorflow, "torch": self.of_torch}
+        return step[BACKEND](*args)
+
+    def of_jax(self, state, data):
+        import jax
+
+        trainable, others, of_optimizer, metrics = state
+        x, y, *_ = data
+
+        def loss_of(trainable):
+            if self.scales:
+                arguments = (trainable, others, metrics, x, y, None, True, of_optimizer)
+                return self.compute_loss_and_updates(*arguments)[0]
+            outputs, _ = self.stateless_call(trainable, others, x, training=True)
+            arguments = {"x": x, "y": y, "y_pred": outputs, "training": True}
+            loss, _ = self.stateless_compute_loss(trainable, others, metrics, **arguments)
+            return loss
+
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        if self.hands_to is not None:
+            trainable, of_optimizer = self.hands_to.stateless_apply(
+                of_optimizer, gradients, trainable
+            )
+        if self.tells:
+            known = list(zip(self.metrics_variables, metrics, strict=True))
+            with keras.StatelessScope(state_mapping=known) as scope:
+                self._loss_tracker.update_state(loss)
+            metrics = [scope.get_current_value(v) for v in self.metrics_variables]
+        return {"loss": loss}, (trainable, others, of_optimizer, metrics)
+
+    def of_tensorflow(self, data):
+        import tensorflow as tf
+
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            scaled = self.scaled(loss)
+        gradients = tape.gradient(scaled, self.trainable_weights)
+        if self.hands_to is not None:
+            self.hands_to.apply(gradients, self.trainable_weights)
+        if self.tells:
+            self._loss_tracker.update_state(loss)
+        return {"loss": loss}
+
+    def of_torch(self, data):
+        x, y, *_ = data
+        self.zero_grad()
+        loss = self.compute_loss(x, y, self(x, training=True))
+        self.scaled(loss).backward()
+        if self.hands_to is not None:
+            gradients = [v.value.grad for v in self.trainable_weights]
+            self.hands_to.apply(gradients, self.trainable_weights)
+        if self.tells:
+            self._loss_tracker.update_state(loss)
+        return {"loss": loss}
