@@ -91,7 +91,8 @@ def advice(rule, largest, scale, events=(), share=(-27, 1.0), **limits):
     seen = kmp.GradientReport(("w",), matrix, scale, 5000, 0, 0, events, details=details)
     weights = {"w": Weight("dense", "float16")}
     limits = kmp.callbacks.Limits(**limits)
-    return verdict_on(look_at(seen, rule=rule, weights=weights, limits=limits)).advice
+    look = look_at(seen, rule=rule, weights=weights, limits=limits)
+    return verdict_on(look, look).advice
 
 
 def test_no_scale_is_advised_that_is_set_already():

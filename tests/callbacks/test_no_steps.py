@@ -119,4 +119,4 @@ def test_an_empty_weight_does_not_hide_lost_gradients():
         "empty": Weight("dense", "float16", is_empty=True),
     }
     look = look_at(seen, rule=kmp.StaticLossScale(1.0), weights=weights)
-    assert verdict_on(look).state == "UNDERFLOW"
+    assert verdict_on(look, look).state == "UNDERFLOW"

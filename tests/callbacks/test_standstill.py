@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without"
 STEPS = 160
 
 
-def watched_run(optimizer, policy="float32", change=lambda model: None, noise=0.1, epochs=1):
+def watched_run(
+    optimizer, policy="float32", change=lambda model: None, noise=0.1, epochs=1, update_freq=10
+):
     """Fit a small regression; return the callback and the model."""
     keras.config.set_dtype_policy(policy)
     keras.utils.set_random_seed(0)
@@ -36,7 +38,7 @@ def watched_run(optimizer, policy="float32", change=lambda model: None, noise=0.
     random = np.random.default_rng(0)
     x = random.normal(size=(STEPS * 4, 4)).astype("float32")
     y = x[:, :1] + noise * random.normal(size=(STEPS * 4, 1)).astype("float32")
-    watch = GradientHealth(update_freq=10)
+    watch = GradientHealth(update_freq=update_freq)
     model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, callbacks=[watch])
     return watch
 
@@ -88,6 +90,21 @@ def test_updates_that_something_holds_back(clipping):
     found = watched_run(kmp.scaled("sgd", learning_rate=0.1, **clipping)).verdict
     assert found.state == "STALLED" and "would move them" in found.reason
     assert next(iter(clipping)) in found.advice
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-9])
+def test_a_run_of_two_looks_that_nothing_moves(rate):
+    """Fits are short, and small weights may move where large ones do not."""
+    found = watched_run(kmp.scaled("adam", learning_rate=rate), epochs=2, update_freq=1000).verdict
+    assert found.state == "STALLED" and f"the learning rate is {rate:g}" in found.reason
+    assert "in 2 looks over 160 steps" in found.reason
+
+
+def test_two_looks_at_weights_that_have_moved_say_nothing():
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([270], [0.01, 0.0])
+    optimizer = kmp.scaled("sgd", learning_rate=schedule)
+    found = watched_run(optimizer, epochs=2, update_freq=140).verdict
+    assert found.state == "HEALTHY", str(found)
 
 
 def freeze(*names):
@@ -212,6 +229,19 @@ def test_gradients_that_are_zero_in_sound_runs(norms, skips):
     """A hinge loss that is satisfied; weights that begin at zero; steps that were skipped."""
     reports = [report(100 * i, norm, skips * i) for i, norm in enumerate(norms, 1)]
     assert not any(silence(reports, {"kernel": Weight("dense")}))
+
+
+def test_only_biases_have_ever_had_a_gradient():
+    """Two looks are enough then; where others had one before, three."""
+    weights = {"kernel": Weight("dense"), "bias": Weight("dense", is_matrix=False)}
+
+    def look(step, norm):
+        matrix = np.float32([[norm, norm, norm == 0, 0, 0], [1, 1, 0, 0, 0]])
+        return kmp.GradientReport(("kernel", "bias"), matrix, 1.0, step, 0, 0)
+
+    found = silence([look(20, 0), look(40, 0)], weights)
+    assert found[0] is None and "in 2 looks over 20 steps" in found[1].reason
+    assert not any(silence([look(20, 1.0), look(40, 0), look(60, 0)], weights))
 
 
 def report(step, norm, skips=0):

@@ -1,5 +1,6 @@
 """The detector of weights that stand still although they have gradients."""
 
+import math
 from typing import NamedTuple
 
 from kmp.callbacks.verdict.detector import Detector, named
@@ -10,6 +11,7 @@ from kmp.health.report import GradientReport
 
 _UNMOVED = 0.99  # share of a variable's gradients above which it counts as standing still
 _LOOKS, _STEPS = 3, 20  # so many in a row, so many steps apart: less says nothing
+_UNFELT = -7.0  # log10 of update over weight: below what float32 keeps of the norm
 _NEGLIGIBLE = 1e-6  # gradients below this share of the weights are rounding errors
 _CONVERGED = 0.01  # below this share of the largest gradient so far a run has arrived
 _FELT = 1e-6  # share of a weight that float32 does not round away
@@ -29,7 +31,8 @@ class FrozenWeights(Detector):
     """STALLED: half of the weight matrices do not move although they have gradients.
 
     A weight stands still if it has a gradient, not a negligible one, and is the same after the
-    update. A run whose gradient has become small has converged.
+    update, or as good as the same. A run whose gradient has become small has converged. Where
+    nothing has moved since `fit` began, two looks are enough.
     """
 
     def __init__(self):
@@ -39,6 +42,7 @@ class FrozenWeights(Detector):
         self._before: GradientReport | None = None
         self._largest_norm = 0.0
         self._looks = self._first = 0
+        self._has_moved = False
 
     def see(self, look: Observation) -> Verdict | None:
         still = self._still(look)
@@ -66,12 +70,12 @@ class FrozenWeights(Detector):
         paths = [path for path in watched if _is_still(path, look, before)]
         arrived = report.grad_norm < _CONVERGED * self._largest_norm
         if arrived or not paths or 2 * len(paths) < len(watched):
-            self._looks = 0
+            self._looks, self._has_moved = 0, True
             return None
         self._first = self._first if self._looks else report.step
         self._looks += 1
         steps = report.step - self._first
-        if self._looks < _LOOKS or steps < max(_STEPS, 2 * look.window):
+        if self._looks < (_LOOKS if self._has_moved else 2) or steps < max(_STEPS, 2 * look.window):
             return None
         return _Still(paths, len(watched), self._looks, steps)
 
@@ -84,7 +88,9 @@ def _watched(look: Observation) -> list[str]:
 
 def _is_still(path: str, look: Observation, before: GradientReport | None) -> bool:
     weight: Weight = look.weights[path]
-    if look.report.unmoved_share[path] < _UNMOVED:
+    ratio = look.report.update_ratio.get(path, -math.inf)
+    is_exact = look.window > 1 or weight.moves_rarely
+    if look.report.unmoved_share[path] < _UNMOVED and (is_exact or ratio > _UNFELT):
         return False
     if look.window == 1 and not weight.moves_rarely:
         return True

@@ -118,7 +118,9 @@ class Limits:
         max_lost_share: float, share of a float16 variable's non-zero gradient that float16 rounds
             to zero, above which the run is in UNDERFLOW. Source: AdaLoss (Zhao et al. 2019), 1e-3.
         max_degraded_share: float, share below float16's smallest normal number, the mean of the
-            float16 variables, above which the run is in UNDERFLOW. Source: ours.
+            float16 variables, above which the run is in UNDERFLOW. A variable counts if its largest
+            gradient, times the scale, is below 2**-17: there float16 keeps fewer bits than
+            bfloat16. Source: ours.
         spare_bits: float, how often the scale must be able to double for UNDERFLOW; otherwise a
             higher scale would overflow (65504, Micikevicius et al. 2018). Source: ours.
 

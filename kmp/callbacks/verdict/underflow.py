@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kmp.callbacks.verdict.detector import Detector
-from kmp.callbacks.verdict.observation import Observation, significant
+from kmp.callbacks.verdict.observation import Observation, Weight, significant
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
 from kmp.scaling.rules import DynamicLossScale, dynamic
@@ -15,48 +15,74 @@ _APART = 8  # bits between the gradients of a batch and those of the usual batch
 _LEAST = 2.0  # bits: so that a scale of twice as much leaves one
 _LARGE = 2.0**10  # a scaled gradient of 34 bits above the smallest number of float16
 _MOST = 100  # exponent of a scale; float32 must hold the loss times it
+_FELT = 2.0**-17  # below, float16 keeps fewer bits than bfloat16, which trains well
 _USUAL = 2.0**15  # a scale at which float16 loses no gradient above 2**-40
 
 
 class Underflow(Detector):
-    """UNDERFLOW: float16 loses gradients at a loss scale that could be higher."""
+    """UNDERFLOW: float16 loses gradients at a loss scale that could be higher.
+
+    Gradients that are all zero count in the second look in a row: a batch in which no sample
+    weighs anything has such gradients too.
+    """
+
+    def __init__(self):
+        self._was_zero = False
 
     def see(self, look: Observation) -> Verdict | None:
-        report, limits = look.report, look.limits
-        if report.headroom_bits <= max(limits.spare_bits, _LEAST):
-            return None  # a higher scale would overflow
-        half = {p: x for p, x in look.weights.items() if x.compute_dtype == "float16"}
-        advice = _higher_scale(report, look.rule)
-        watched = significant(report, half)
-        norms, zeros = report.column("l2_norm"), report.column("zero_share")
-        # If float32 layers have gradients of zero too, nobody has lost them: the loss is flat, by
-        # weights of zero or a satisfied hinge. If theirs are large, a layer in between is dead: so
-        # many bits are not lost at once. (Each of a million pixels adds a small part to a mean.)
-        lossless = [path for path in report.paths if path not in half]
-        scaled = report.max_abs * report.loss_scale
-        is_flat = bool(lossless) and (not report.grad_norm or scaled >= _LARGE)
-        # So small are not all gradients at once, either.
-        is_flat |= not report.grad_norm and report.loss_scale >= _USUAL
-        # On TensorFlow the share of n zeros in n numbers may round to less than 1.
-        if watched and not is_flat and all(zeros[path] and not norms[path] for path in watched):
-            reason = "every gradient of the float16 layers is exactly zero"
-            return Verdict("UNDERFLOW", watched[-1], reason, advice)
-        if report.details is None:
-            return None
-        lost_share, degraded_share = report.lost_share, report.degraded_share  # all variables' each
-        lost = {path: lost_share[path] for path in watched}
-        degraded = {path: degraded_share[path] for path in watched}
-        worst = max(lost, key=lambda path: lost[path], default="")
-        if worst and lost[worst] > limits.max_lost_share:
-            share = f"{lost[worst]:.2%} of the gradient would be rounded to zero in float16"
-            return Verdict("UNDERFLOW", worst, share, advice)
-        if degraded and float(np.mean(list(degraded.values()))) > limits.max_degraded_share:
-            worst = max(degraded, key=lambda path: degraded[path])
-            share = (
-                f"{degraded[worst]:.1%} of the gradient has fewer bits in float16 than it should"
-            )
-            return Verdict("UNDERFLOW", worst, share, advice)
+        was_zero, self._was_zero = self._was_zero, not look.report.grad_norm
+        return loses_gradients(look) if was_zero or look.report.grad_norm else None
+
+
+def loses_gradients(look: Observation) -> Verdict | None:
+    """UNDERFLOW, if float16 loses gradients in this look."""
+    if look.report.headroom_bits <= max(look.limits.spare_bits, _LEAST):
+        return None  # a higher scale would overflow
+    return _all_lost(look) or _many_lost(look)
+
+
+def _half(look: Observation) -> dict[str, Weight]:
+    return {p: x for p, x in look.weights.items() if x.compute_dtype == "float16"}
+
+
+def _all_lost(look: Observation) -> Verdict | None:
+    report, half = look.report, _half(look)
+    watched = significant(report, half)
+    norms, zeros = report.column("l2_norm"), report.column("zero_share")
+    # If float32 layers have gradients of zero too, nobody has lost them: the loss is flat, by
+    # weights of zero or a satisfied hinge. If theirs are large, a layer in between is dead: so
+    # many bits are not lost at once. (Each of a million pixels adds a small part to a mean.)
+    lossless = [path for path in report.paths if path not in half]
+    scaled = report.max_abs * report.loss_scale
+    is_flat = bool(lossless) and (not report.grad_norm or scaled >= _LARGE)
+    # So small are not all gradients at once, either.
+    is_flat |= not report.grad_norm and report.loss_scale >= _USUAL
+    # On TensorFlow the share of n zeros in n numbers may round to less than 1.
+    if is_flat or not watched or not all(zeros[path] and not norms[path] for path in watched):
         return None
+    reason = "every gradient of the float16 layers is exactly zero"
+    return Verdict("UNDERFLOW", watched[-1], reason, _higher_scale(report, look.rule))
+
+
+def _many_lost(look: Observation) -> Verdict | None:
+    report, limits = look.report, look.limits
+    watched = significant(report, _half(look))
+    if report.details is None or not watched:
+        return None
+    lost_share, degraded_share = report.lost_share, report.degraded_share  # all variables' each
+    worst = max(watched, key=lambda path: lost_share[path])
+    if lost_share[worst] > limits.max_lost_share:
+        share = f"{lost_share[worst]:.2%} of the gradient would be rounded to zero in float16"
+        return Verdict("UNDERFLOW", worst, share, _higher_scale(report, look.rule))
+    # The bits that small numbers lose are felt where the largest has lost many itself.
+    largest = report.column("max_abs")
+    felt = {p: largest[p] * report.loss_scale < _FELT for p in watched}
+    degraded = {path: degraded_share[path] * felt[path] for path in watched}
+    if float(np.mean(list(degraded.values()))) <= limits.max_degraded_share:
+        return None
+    worst = max(degraded, key=lambda path: degraded[path])
+    share = f"{degraded[worst]:.1%} of the gradient has fewer bits in float16 than it should"
+    return Verdict("UNDERFLOW", worst, share, _higher_scale(report, look.rule))
 
 
 def _higher_scale(report: GradientReport, rule: Any) -> str:

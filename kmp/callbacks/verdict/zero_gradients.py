@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kmp.callbacks.verdict.detector import Detector, named
 from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Verdict
-from kmp.callbacks.verdict.underflow import Underflow
+from kmp.callbacks.verdict.underflow import loses_gradients
 from kmp.health.report import GradientReport
 from kmp.scaling.rules import DynamicLossScale
 
@@ -42,7 +42,7 @@ class ZeroGradients(Detector):
 
     def see(self, look: Observation) -> Verdict | None:
         silent = self._silent(look)
-        if silent is None or Underflow().see(look):  # a higher scale may bring them back
+        if silent is None or loses_gradients(look):  # a higher scale may bring them back
             return None
         paths, number = silent.paths, len(silent.paths)
         seen = f"exactly zero in {silent.looks} looks over {silent.steps} steps"
@@ -83,7 +83,9 @@ class ZeroGradients(Detector):
         silent = self._newly_silent(look, paths, before)
         began = (self._looks, report.step)
         self._first = {path: self._first.get(path, began) for path in silent}
-        long = [path for path in silent if self._is_long(path, report.step)]
+        # Where biases alone have ever had a gradient, fewer looks are enough.
+        looks = _LOOKS if self._had_gradients or not report.grad_norm else 2
+        long = [path for path in silent if self._is_long(path, report.step, looks)]
         if not long or 2 * len(long) < len(paths):
             return None
         index, step = max(self._first[path] for path in long)
@@ -115,9 +117,9 @@ class ZeroGradients(Detector):
             return [path for path in silent if not _was_moved(path, report, before, decay)]
         return silent
 
-    def _is_long(self, path: str, now: int) -> bool:
+    def _is_long(self, path: str, now: int, looks: int) -> bool:
         index, step = self._first[path]
-        return self._looks - index + 1 >= _LOOKS and now - step >= _STEPS
+        return self._looks - index + 1 >= looks and now - step >= _STEPS
 
 
 def _higher_scale(look: Observation, paths: list[str]) -> str:
