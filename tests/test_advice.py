@@ -1,6 +1,7 @@
 """Every advice helps who follows it; tests/advice.py holds the situations."""
 
 import ast
+import os
 import pathlib
 import re
 
@@ -17,8 +18,13 @@ ROOT = pathlib.Path(kmp.__file__).parents[1]
 HERE = [row for row in ROWS if BACKEND in (row.backends or (BACKEND,))]
 
 
+FIRST = {row.of: row for row in reversed(ROWS)}  # of each kind; `make test-whole` runs all rows
+WHOLE = pytest.mark.skipif(not os.environ.get("KMP_WHOLE_GRID"), reason="of the whole grid")
+
+
 def marked(row):
-    return pytest.param(row, marks=[] if row.quick else [pytest.mark.slow], id=row.id)
+    marks = [] if row.quick else [pytest.mark.slow] if row is FIRST[row.of] else [WHOLE]
+    return pytest.param(row, marks=marks, id=row.id)
 
 
 @pytest.mark.filterwarnings("ignore")
