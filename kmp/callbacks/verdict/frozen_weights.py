@@ -75,7 +75,10 @@ class FrozenWeights(Detector):
         self._first = self._first if self._looks else report.step
         self._looks += 1
         steps = report.step - self._first
-        if self._looks < (_LOOKS if self._has_moved else 2) or steps < max(_STEPS, 2 * look.window):
+        rarely = look.window > 1 or any(look.weights[path].moves_rarely for path in watched)
+        if self._looks < (_LOOKS if self._has_moved or rarely else 2) or steps < max(
+            _STEPS, 2 * look.window
+        ):
             return None
         return _Still(paths, len(watched), self._looks, steps)
 
