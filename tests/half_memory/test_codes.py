@@ -198,6 +198,21 @@ def test_an_accumulator_begins_where_it_should():
     np.testing.assert_allclose(first, 0.1, rtol=2.0**-8)
 
 
+def test_a_second_moment_fades_as_in_float32():
+    """Rounded to nearest it would stay: it fades by 0.1% a step, and a code's step is 6%."""
+    variable = keras.Variable(np.ones((64, 64)), dtype="float32", name="kernel")
+    scaled = kmp.scaled(keras.optimizers.Adam(), "none", slot_dtype="int8")
+    scaled.build([variable])
+    gradient = np.linspace(0.5, 1, 64 * 64).reshape(64, 64).astype("float32")
+    (view,) = [v for v in scaled.stored.slots.values() if "velocity" in v.name]
+    scaled.apply([ops.convert_to_tensor(gradient)], [variable])
+    before = ops.convert_to_numpy(view.read()).mean()
+    for _ in range(20):
+        scaled.apply([ops.zeros((64, 64))], [variable])
+    after = ops.convert_to_numpy(view.read()).mean()
+    np.testing.assert_allclose(after / before, 0.999**20, atol=5e-3)
+
+
 class Own(keras.optimizers.SGD):
     slots_of_8_bits = {"momentum": "signed"}  # noqa: RUF012
 
