@@ -61,7 +61,9 @@ def test_the_run_has_overflows_before_and_after_the_interruption(taken_up, polic
     """One in each epoch, before the batch after which the run dies; the scale grows in between."""
     whole = np.load(taken_up[policy] / "whole.npz")
     state = {key.split("/")[-1]: x for key, x in whole.items()}
-    assert state["skipped_steps"] == training_run.EPOCHS
+    spikes = state.get("skipped_spikes", 0)
+    assert spikes > 0 or policy != "bfloat16"
+    assert state["skipped_steps"] == training_run.EPOCHS + spikes
     assert state["gradient_health"][:, 4].max() == training_run.EPOCHS
     assert state["dynamic_scale"] == 128.0
     assert np.isfinite(state["moving_variance"]).all()
