@@ -50,6 +50,16 @@ PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "PyTorch": ("torch unscaled", ("torch",)),
     "PyTorch fused": ("torch fused unscaled", ("torch",)),
 }
+# of the `kmp.LossScaleOptimizer` of that name; a name that is not here has none
+SETTINGS: dict[str, dict] = {
+    "kmp, not measuring": {"measure_gradients": False},
+    "kmp, spikes": {"spikes": "skip"},
+    "kmp, float32 slots": {"slot_dtype": "float32"},
+    "kmp, 8-bit slots": {"slot_dtype": "int8"},
+    "kmp, exact masters": {"master_weights": True},
+    "kmp, exact masters, 8-bit slots": {"master_weights": True, "slot_dtype": "int8"},
+    "kmp, 24 bits, 8-bit slots": {"master_weights": 24, "slot_dtype": "int8"},
+}
 
 
 class Run(NamedTuple):
@@ -78,8 +88,7 @@ def keras_step(build: Callable, name: str) -> Lowered:
     if name == "Keras":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     elif name != "keras unscaled":
-        measures = name != "kmp, not measuring"
-        optimizer = kmp.LossScaleOptimizer(optimizer, measure_gradients=measures)
+        optimizer = kmp.LossScaleOptimizer(optimizer, **SETTINGS.get(name, {}))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, auto_scale_loss=False)
     optimizer.build(model.trainable_variables)

@@ -21,7 +21,6 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-LIMIT = 480  # seconds of a part
 HALVES = ("mixed_float16", "mixed_bfloat16", "bfloat16")
 MODELS = ("large_transformer", "resnet50")
 FITS = ("mlp", "cnn", "transformer")
@@ -29,6 +28,7 @@ ABOUT = {
     "numerics": "The contract, the layers and stochastic rounding, by their tests.",
     "step": "A step over plain Adam, and what XLA plans to hold. The goal is 1.005 with health.",
     "memory": "The device's own peak, each in a process of its own.",
+    "modes": "A step in each mode of half memory, over Keras's Adam in that precision.",
     "layers": "kmp's layers over Keras's.",
     "peers": "Each framework over its own unscaled step.",
     "fit": "Whole `fit`s over plain Adam's, with the callback and what the host does.",
@@ -51,6 +51,10 @@ def commands(part: str, smoke: bool) -> list[str]:
         each = [f"--model {model} --policy {half}" for model in models for half in halves]
         plain = [f'--model {model} --policy float32 --only "Adam"' for model in models]
         return [f"{python} benchmarks/gpu_step.py {x}{few}" for x in each + plain]
+    if part == "modes":
+        each = [f"--model {models[0]} --policy {half} --half-memory" for half in halves[-2:]]
+        each = ['--model mlp --policy bfloat16 --only "kmp, exact masters"'] if smoke else each
+        return [f"{python} benchmarks/gpu_step.py {x}{few}" for x in each]
     if part == "memory":
         few = " --rounds 3 --steps 5"
         cases = [("float32", "Adam")]
@@ -65,9 +69,11 @@ def commands(part: str, smoke: bool) -> list[str]:
         return [f"{python} benchmarks/against_peers.py --only {model}{few}" for model in MODELS]
     if part == "fit":
         few = few if smoke else " --rounds 7"
-        each = f"--model {' '.join(FITS[: 1 if smoke else None])} --policy {HALVES[1]}{few}"
+        each = [f"--model {' '.join(FITS[: 1 if smoke else None])} --policy {HALVES[1]}{few}"]
+        each += [f"--model mlp --policy {HALVES[2]}{few}"]
         return [
-            f"KERAS_BACKEND={name} {python} benchmarks/step_overhead.py {each}"
+            f"KERAS_BACKEND={name} {python} benchmarks/step_overhead.py {x}"
+            for x in each
             for name in installed()
         ]
     less = " --epochs 1 --seeds 2" if smoke else ""
@@ -80,7 +86,7 @@ def installed() -> list[str]:
     return [name for name in ("jax", "torch", "tensorflow") if importlib.util.find_spec(name)]
 
 
-def run(part: str, smoke: bool, folder: pathlib.Path) -> bool:
+def run(part: str, smoke: bool, folder: pathlib.Path, limit: float) -> bool:
     """Run a part, and keep what it prints; whether all of its commands ended well."""
     environment = os.environ | {
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -95,7 +101,7 @@ def run(part: str, smoke: bool, folder: pathlib.Path) -> bool:
         print(f"{part}: {line}", flush=True)
     blocks, good = {}, True
     with concurrent.futures.ThreadPoolExecutor(len(lines)) as pool:
-        started = {pool.submit(run_command, line, part, environment): line for line in lines}
+        started = {pool.submit(run_command, line, part, environment, limit): line for line in lines}
         for future in concurrent.futures.as_completed(started):
             text, ended_well = future.result()
             good = good and ended_well
@@ -105,7 +111,9 @@ def run(part: str, smoke: bool, folder: pathlib.Path) -> bool:
     return good
 
 
-def run_command(line: str, part: str, environment: dict[str, str]) -> tuple[str, bool]:
+def run_command(
+    line: str, part: str, environment: dict[str, str], limit: float
+) -> tuple[str, bool]:
     """What a command line printed, and whether it ended well."""
     process = subprocess.Popen(
         line,
@@ -118,11 +126,11 @@ def run_command(line: str, part: str, environment: dict[str, str]) -> tuple[str,
         start_new_session=True,
     )
     try:
-        text, errors = process.communicate(timeout=LIMIT)
+        text, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the shell, and what it started
         text, _ = process.communicate()
-        return f"{text}not over after {LIMIT} s\n", False
+        return f"{text}not over after {limit:g} s\n", False
     # 1 of certify is a result: not equivalent.
     if process.returncode and not (part == "certify" and process.returncode == 1):
         return f"{text}{errors[-2000:]}\nexit status {process.returncode}\n", False
@@ -164,6 +172,7 @@ def main() -> int:
         "parts", nargs="*", choices=[[], *ABOUT], metavar="PART", help=str([*ABOUT])
     )
     parser.add_argument("--smoke", action="store_true", help="in little, on any machine")
+    parser.add_argument("--limit", type=float, default=480, help="seconds of a part")
     arguments = parser.parse_args()
     if not arguments.smoke and not shutil.which("nvidia-smi"):
         parser.error("there is no NVIDIA GPU here (no nvidia-smi). Write --smoke to try the parts.")
@@ -173,7 +182,7 @@ def main() -> int:
     target = folder / "gpu.md" if arguments.smoke else ROOT / "docs" / "gpu.md"
     failed = []
     for part in arguments.parts or ABOUT:
-        if not run(part, arguments.smoke, folder):
+        if not run(part, arguments.smoke, folder, arguments.limit):
             failed.append(part)
         target.write_text(page(folder))
     print(f"{target.relative_to(ROOT)}" + (f"; failed: {', '.join(failed)}" if failed else ""))

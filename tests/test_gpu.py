@@ -16,7 +16,7 @@ def test_every_part_runs_without_a_gpu():
     done = subprocess.run([sys.executable, script, "--smoke"], capture_output=True, text=True)
     page = (ROOT / "build" / "gpu_smoke" / "gpu.md").read_text()
     assert done.returncode == 0, done.stdout + page
-    for heading in ("Numerics", "Step", "Memory", "Layers", "Peers", "Fit", "Certify"):
+    for heading in ("Numerics", "Step", "Memory", "Layers", "Peers", "Fit", "Modes", "Certify"):
         assert f"## {heading}\n" in page
     printed = ("passed in", "kmp, watched", "GB by XLA", "batch_norm", "PyTorch", "equivalent")
     assert [text for text in printed if text not in page] == []
