@@ -964,6 +964,22 @@ OF_SIZES = [
         {"rate": 0.01},
     ),
     A(
+        "RisenLoss",
+        "Begin again with a lower learning rate",
+        "Adagrad at a learning rate of 100",
+        {"optimizer": "adagrad", "rate": 100.0, **FLOAT32},
+        "0.1",
+        {"rate": 0.1},
+    ),
+    A(
+        "RisenLoss",
+        'with kmp.scaled(..., spikes="skip"), if it was one batch',
+        "SGD with momentum, and a batch that weighs 1000",
+        {"optimizer": "sgd", "inner": {"momentum": 0.9}, "data": huge("w", 1e3), **FLOAT32},
+        "as it says",
+        {"scaled": {"spikes": "skip"}},
+    ),
+    A(
         "Underflow",
         'Write loss_scale="dynamic"',
         "samples weigh 1e-5, at a fixed scale of 1",

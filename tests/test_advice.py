@@ -51,7 +51,7 @@ def test_every_detector_and_every_finding_has_a_row():
 ADVICE = re.compile(
     r"(?:^|[.:;,]|\bor|\band) ?(?:[Ww]rite|[Ss]et|[Ll]ook|[Ll]ower|[Gg]ive|[Uu]se|[Kk]eep|[Ll]oad|"
     r"[Rr]aise|[Cc]ompile|[Rr]ound|[Ee]nd in|[Ee]nd the|[Ll]et|[Ww]ait|[Aa]dd|[Mm]end|[Ww]rap|"
-    r"[Ss]weep|[Gg]o back|[Tt]rain in|[Cc]lip) "
+    r"[Bb]egin again|[Ss]weep|[Gg]o back|[Tt]rain in|[Cc]lip) "
 )
 PLACES = (
     "callbacks/verdict/*.py",

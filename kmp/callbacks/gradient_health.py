@@ -255,6 +255,7 @@ class GradientHealth(keras.callbacks.Callback):
         self, report: GradientReport, losses: Mapping[str, Any] | None, batches: int
     ) -> Observation:
         optimizer, layers = self._optimizer, self._run.layers()
+        self._run.note_first_loss()
         return Observation(
             report,
             run=self._run,

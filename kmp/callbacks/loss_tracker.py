@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
+from kmp._backend import backend
 from kmp._backend.types import Variable
+from kmp._keras.training import loss_tracker
+from kmp.health.report import transfer
 
 RECENT = 128  # losses that stay readable: far more than between two looks at the usual cadence
 
@@ -84,3 +88,12 @@ class LossTracker(keras.metrics.Metric):
     def of_applied_steps(self) -> list[Variable]:
         """What a skipped step takes back; `mean` aside, the others count what there was."""
         return [self.recent, self.counted_steps]
+
+
+def read_losses(model: Any) -> tuple[int, np.ndarray]:
+    """How many steps of a protected model counted, and its recent losses; none if it has none."""
+    tracker = loss_tracker(model)
+    if not isinstance(tracker, LossTracker):
+        return 0, np.zeros(0, "float32")
+    counted, recent = transfer(backend.read(model, [tracker.counted_steps, tracker.recent]))
+    return counted.item(), recent

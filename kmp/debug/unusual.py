@@ -120,9 +120,9 @@ def explain_spike(
 ) -> SpikeExplanation:
     """Tell what is unusual about a batch that was left out as a spike, against an ordinary one.
 
-    Runs both, eagerly and with the weights as they are now, and compares the columns of the data,
-    the losses of the rows, the outputs of the layers, and the gradients. Everything is put back, as
-    `locate_nonfinite` does.
+    Runs both, whole and row by row, eagerly and with the weights as they are now, and compares the
+    columns of the data, the losses of the rows, the outputs of the layers, and the gradients.
+    Everything is put back, as `locate_nonfinite` does.
 
     Args:
         model: a built and compiled model.

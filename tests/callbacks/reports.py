@@ -9,8 +9,9 @@ from kmp.callbacks.verdict.observation import Observation, Run
 class Told(Run):
     """A run with this learning rate and weight decay, and no state to be ruined."""
 
-    def __init__(self, learning_rate=math.nan, weight_decay=0.0):
+    def __init__(self, learning_rate=math.nan, weight_decay=0.0, first_loss=None, first_norms=None):
         self.rate, self.decay = learning_rate, weight_decay
+        self.first_loss, self.first_norms = first_loss, first_norms or {}
 
     def learning_rate(self, paths):
         return self.rate
@@ -25,8 +26,8 @@ class Told(Run):
         return []
 
 
-def look_at(report, learning_rate=math.nan, weight_decay=0.0, **kwargs):
-    return Observation(report, Told(learning_rate, weight_decay), **kwargs)
+def look_at(report, learning_rate=math.nan, weight_decay=0.0, run=None, **kwargs):
+    return Observation(report, run or Told(learning_rate, weight_decay), **kwargs)
 
 
 def verdict_on(*looks):

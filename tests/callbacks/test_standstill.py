@@ -244,6 +244,32 @@ def test_only_biases_have_ever_had_a_gradient():
     assert not any(silence([look(20, 1.0), look(40, 0), look(60, 0)], weights))
 
 
+@pytest.mark.parametrize(
+    "number, began, looks, found",
+    [
+        (2, 0.0, 1, False),
+        (2, 0.0, 2, True),
+        (2, 1.0, 3, False),  # two looks after the one in which it had a gradient
+        (2, 1.0, 4, True),
+        (4, 0.0, 2, True),
+        (4, 1.0, 9, False),  # a quarter that has learned is no alarm
+        (5, 0.0, 9, False),
+    ],
+)
+def test_one_weight_of_some_that_has_no_gradient(number, began, looks, found):
+    """If it never had one, two looks are enough, and a quarter of the weights."""
+    paths = [f"layer_{i}/kernel" for i in range(number)]
+
+    def look(i):
+        matrix = np.full((number, 5), [1.0, 1, 0, 0, 0], "float32")
+        norm = 0.0 if i else began
+        matrix[0] = [norm, norm, norm == 0, 0, 0]
+        return kmp.GradientReport(tuple(paths), matrix, 1.0, 20 * (i + 1), 0, 0)
+
+    said = silence([look(i) for i in range(looks)], {x: Weight(x) for x in paths})
+    assert bool(said[-1]) == found and not any(said[:-1])
+
+
 def report(step, norm, skips=0):
     matrix = np.float32([[norm, norm, norm == 0, 0, 0]])
     return kmp.GradientReport(("kernel",), matrix, 1.0, step, skips, 0)

@@ -15,6 +15,7 @@ from kmp.callbacks.verdict.overflows import (
     LostAtFloor,
     OverflowRate,
 )
+from kmp.callbacks.verdict.risen_loss import RisenLoss
 from kmp.callbacks.verdict.spikes import SpikeBudget, told_spikes
 from kmp.callbacks.verdict.states import Verdict
 from kmp.callbacks.verdict.underflow import Underflow
@@ -40,10 +41,11 @@ def detectors() -> list[Detector]:
         VanishedWeights(),
         ZeroGradients(),
         BrokenGradients(),
+        SpikeBudget(),
+        RisenLoss(),
         Calibrating(),
         OverflowRate(),
         LostAtFloor(),
-        SpikeBudget(),
         ExplodingGradients(),
         LargeUpdates(),
         Underflow(),

@@ -76,9 +76,8 @@ class FrozenWeights(Detector):
         self._looks += 1
         steps = report.step - self._first
         rarely = look.window > 1 or any(look.weights[path].moves_rarely for path in watched)
-        if self._looks < (_LOOKS if self._has_moved or rarely else 2) or steps < max(
-            _STEPS, 2 * look.window
-        ):
+        enough = _LOOKS if self._has_moved or rarely else 2
+        if self._looks < enough or steps < max(_STEPS, 2 * look.window):
             return None
         return _Still(paths, len(watched), self._looks, steps)
 

@@ -18,11 +18,13 @@ from kmp._keras.buffers import buffers_of
 from kmp._keras.optimizer import inner_optimizer_of
 from kmp._keras.training import state_of
 from kmp.callbacks.learning_rates import highest_rate, weight_decay
+from kmp.callbacks.loss_tracker import RECENT, read_losses
 from kmp.callbacks.verdict.states import Limits
 from kmp.health.report import GradientReport, OverflowEvent, SpikeEvent
 from kmp.precision.trees import is_float
 from kmp.scaling.rules import DynamicLossScale, dynamic
 
+_COMPARED = 8  # matrices whose growth is known: one small program, whatever the model's size
 _EPSILON_OF_TORCH = 1e-5  # of its batch normalizations, by default
 
 # Four times the unit roundoff. A gradient that is zero by mathematics, as that of a bias right
@@ -63,11 +65,26 @@ class Run:
     Args:
         model: `keras.Model` that trains.
         optimizer: the `kmp.LossScaleOptimizer` that is watched.
+
+    Attributes:
+        first_loss: the loss of the first batch of this `fit`; None before the first look, NaN if
+            that was too late to know it.
+        first_norms: the norms of some of the weight matrices as this `fit` begins, by their paths.
     """
 
     def __init__(self, model: Any, optimizer: Any):
         self.model, self.optimizer = model, optimizer
+        self.first_loss: float | None = None
+        self.first_norms = matrix_norms(model)
+        self._counted = read_losses(model)[0]
         self._networks = networks_of(model)
+
+    def note_first_loss(self) -> None:
+        """Read the loss of the first batch, which the compiled steps keep for a while."""
+        if self.first_loss is None:
+            counted, recent = read_losses(self.model)
+            is_kept = 0 < counted - self._counted <= len(recent)
+            self.first_loss = float(recent[self._counted % RECENT]) if is_kept else math.nan
 
     def layers(self) -> list[keras.Layer]:
         """All layers of the model."""
@@ -218,6 +235,12 @@ class Observation:
         return float(np.median(chosen)) if chosen else math.nan
 
     @functools.cached_property
+    def growth(self) -> dict[str, float]:
+        """How many times as large weight matrices are as when `fit` began; of some, or none."""
+        before, now = self.run.first_norms, self.report.weight_norm
+        return {path: now[path] / norm for path, norm in before.items() if norm and path in now}
+
+    @functools.cached_property
     def significant(self) -> list[str]:
         """The paths of the variables whose gradient is more than rounding errors."""
         return significant(self.report, self.weights)
@@ -304,6 +327,22 @@ def nonfinite_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -
             reason = f"{v.path.split('/')[-1]} holds inf or NaN"
             found.append(Corrupted(v.path, reason, of_layer=layer is not None))
     return found
+
+
+def matrix_norms(model: Any) -> dict[str, float]:
+    """The l2 norms of at most 8 of the weight matrices of a model, from its first to its last."""
+    matrices = [v for v in model.trainable_variables if len(v.shape) > 1 and _has_floats(v)]
+    places = np.linspace(0, len(matrices) - 1, min(len(matrices), _COMPARED)).astype(int)
+    chosen = [matrices[i] for i in places]
+    if not chosen:
+        return {}
+    norms = ops.convert_to_numpy(_norms(backend.read(model, chosen))).tolist()
+    return {v.path: norm for v, norm in zip(chosen, norms, strict=True)}
+
+
+@backend.compiled
+def _norms(values: Sequence[Tensor]) -> Tensor:
+    return ops.stack([ops.sqrt(ops.sum(ops.square(ops.cast(x, "float32")))) for x in values])
 
 
 def moving_variances(model: Any, layers: Sequence[keras.Layer]) -> list[MovingVariance]:

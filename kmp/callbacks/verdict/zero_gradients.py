@@ -28,13 +28,15 @@ class ZeroGradients(Detector):
 
     If all are, the output has nothing to do with the input any more, and at best a bias still
     moves; but if all become zero that were not, as under a hinge loss, the run has arrived. Half of
-    them count as well, unless something moves them all the same, as experts that other batches
-    call, or they are all of a network that the loss may not depend on.
+    them count as well, or a quarter that never had another gradient, unless something moves them
+    all the same, as experts that other batches call, or they are all of a network that the loss may
+    not depend on.
     """
 
     def __init__(self):
         self._skipped = 0
         self._had_gradients = False
+        self._spoke: set[str] = set()  # weights that had a gradient
         self._heard: set[str] = set()  # networks that had a gradient
         self._first: dict[str, tuple[int, int]] = {}  # look and step at which a silence began
         self._looks = 0
@@ -83,10 +85,10 @@ class ZeroGradients(Detector):
         silent = self._newly_silent(look, paths, before)
         began = (self._looks, report.step)
         self._first = {path: self._first.get(path, began) for path in silent}
-        # Where biases alone have ever had a gradient, fewer looks are enough.
-        looks = _LOOKS if self._had_gradients or not report.grad_norm else 2
-        long = [path for path in silent if self._is_long(path, report.step, looks)]
-        if not long or 2 * len(long) < len(paths):
+        self._spoke |= set(paths) - set(silent)
+        long = [path for path in silent if self._is_long(path, report)]
+        never = set(long) - self._spoke
+        if not long or (2 * len(long) < len(paths) and 4 * len(never) < len(paths)):
             return None
         index, step = max(self._first[path] for path in long)
         return _Silent(long, len(paths), self._looks - index + 1, report.step - step)
@@ -117,9 +119,11 @@ class ZeroGradients(Detector):
             return [path for path in silent if not _was_moved(path, report, before, decay)]
         return silent
 
-    def _is_long(self, path: str, now: int, looks: int) -> bool:
+    def _is_long(self, path: str, report: GradientReport) -> bool:
+        # Where others have a gradient, and this weight never had one, fewer looks are enough.
+        enough = _LOOKS if path in self._spoke or not report.grad_norm else 2
         index, step = self._first[path]
-        return self._looks - index + 1 >= looks and now - step >= _STEPS
+        return self._looks - index + 1 >= enough and report.step - step >= _STEPS
 
 
 def _higher_scale(look: Observation, paths: list[str]) -> str:

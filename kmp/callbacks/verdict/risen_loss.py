@@ -1,0 +1,47 @@
+"""The detector of training that has made the model worse than it was."""
+
+import math
+
+import numpy as np
+
+from kmp.callbacks.verdict.detector import Detector
+from kmp.callbacks.verdict.observation import Observation
+from kmp.callbacks.verdict.states import Verdict
+
+_RISEN = 1.5  # times the loss of the first batch
+_GROWN = 3.0  # times the norms with which the weights began
+_FAR = 0.03  # share of the weights that a step changes, 30 times the usual one
+_STEPS = 50  # in which weights that begin at zero have become larger than their updates
+
+
+class RisenLoss(Detector):
+    """UNSTABLE: an epoch's loss is above that of the first batch, and the weights show why.
+
+    The loss alone proves nothing: rare labels and outliers may be missing in the first batch. The
+    weights must have grown, or each step must move them far.
+    """
+
+    def see(self, look: Observation) -> Verdict | None:
+        first, loss = look.run.first_loss, (look.losses or {}).get("loss")
+        if not (first and loss and 0 < first < loss < math.inf):
+            return None
+        growth, share = look.growth, 10**look.update_ratio
+        grown = float(np.median(list(growth.values()))) if growth else 0.0
+        far_above = loss > _RISEN * first
+        if far_above and grown > _GROWN:
+            blame = max(growth, key=lambda path: growth[path])
+            seen = f"the weights are {grown:.2g} times as large as when fit began"
+        elif (far_above or look.report.step >= _STEPS) and share > _FAR:
+            ratios = look.report.update_ratio
+            blame = max(ratios, key=lambda path: ratios[path])
+            seen = f"a step changes the weights by {share:.2g} of their norm; 0.001 is usual"
+        else:
+            return None
+        return Verdict(
+            "UNSTABLE",
+            blame,
+            f"the loss of the last epoch, {loss:.3g}, is above that of the first batch, "
+            f"{first:.3g}, and {seen}",
+            "Begin again with a lower learning rate; and with kmp.scaled(..., "
+            'spikes="skip"), if it was one batch.',
+        )
