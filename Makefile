@@ -6,8 +6,8 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
-PYTEST_OLDEST = $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal \
-  -m "not wide and (not slow or quick)"
+PYTEST_OLDEST = $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal
+NARROW = "not wide and (not slow or quick)"
 # What `make test` runs compiles as users do, and so does the contract on all versions. The other
 # tests leave out what XLA's CPU compiler does for speed, which takes a third of the time.
 QUICK = XLA_FLAGS=--xla_backend_optimization_level=0
@@ -31,23 +31,27 @@ test: $(VENV)/test.stamp lint
 	KERAS_BACKEND=tensorflow $(PYTEST) -m first
 	KERAS_BACKEND=jax $(PYTEST) -m "core and not wide and not slow" $(CORE)
 
-# Every test: on TensorFlow and JAX, which share the further points of the grids; the core on PyTorch
-# and on the oldest versions. CI runs this. What `make test` has just run is left out.
-test-all: test test-oldest
+# Every test: on TensorFlow and JAX, which share the further points of the grids; the core on PyTorch;
+# the contract and a sixth of the others on the oldest versions. CI runs this. What `make test` has
+# just run is left out.
+test-all: test $(VENV)-oldest/stamp
+	$(QUICK) KERAS_BACKEND=jax $(PYTEST_OLDEST) -m first $(CORE) $(OLDEST)
 	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "not first"
 	$(QUICK) KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
-	KERAS_BACKEND=torch $(PYTEST) --durations=25 -m "not wide and (not slow or quick)" $(TORCH)
+	KERAS_BACKEND=torch $(PYTEST) --durations=25 -m $(NARROW) $(TORCH)
 
-# Every test and every point of every grid on every backend: two hours, before a release.
+# Every test and every point of every grid on every backend, and the oldest versions: two hours,
+# before a release.
 test-whole: $(VENV)/test.stamp lint test-oldest
 	for backend in tensorflow jax torch; do \
 	  KMP_WHOLE_GRID=1 KERAS_BACKEND=$$backend $(PYTEST) || exit 1; \
 	done
 
-# The oldest Keras and JAX that kmp runs on, without any other backend; see docs/versions.md.
+# The oldest Keras and JAX that kmp runs on, without any other backend: the whole core, ten minutes;
+# see docs/versions.md.
 test-oldest: $(VENV)-oldest/stamp
-	KERAS_BACKEND=jax $(PYTEST_OLDEST) $(CORE)
-	$(QUICK) KERAS_BACKEND=jax $(PYTEST_OLDEST) $(OLDEST)
+	KERAS_BACKEND=jax $(PYTEST_OLDEST) -m $(NARROW) $(CORE)
+	$(QUICK) KERAS_BACKEND=jax $(PYTEST_OLDEST) -m $(NARROW) $(OLDEST)
 
 $(VENV)-oldest/stamp: setup.cfg pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(VENV)-oldest
