@@ -100,6 +100,13 @@ def test_a_run_of_two_looks_that_nothing_moves(rate):
     assert "in 2 looks over 160 steps" in found.reason
 
 
+@pytest.mark.parametrize("rate, state", [(0.0, "STALLED"), (1e-9, "HEALTHY")])
+def test_two_looks_that_are_close_together(rate, state):
+    """They prove nothing, unless the learning rate is 0."""
+    found = watched_run(kmp.scaled("adam", learning_rate=rate), epochs=1, update_freq=150).verdict
+    assert found.state == state, str(found)
+
+
 def test_two_looks_at_weights_that_have_moved_say_nothing():
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([270], [0.01, 0.0])
     optimizer = kmp.scaled("sgd", learning_rate=schedule)

@@ -32,7 +32,8 @@ class FrozenWeights(Detector):
 
     A weight stands still if it has a gradient, not a negligible one, and is the same after the
     update, or as good as the same. A run whose gradient has become small has converged. Where
-    nothing has moved since `fit` began, two looks are enough.
+    nothing has moved since `fit` began, two looks are enough; they may be close together if the
+    learning rate is 0.
     """
 
     def __init__(self):
@@ -77,7 +78,10 @@ class FrozenWeights(Detector):
         steps = report.step - self._first
         rarely = look.window > 1 or any(look.weights[path].moves_rarely for path in watched)
         enough = _LOOKS if self._has_moved or rarely else 2
-        if self._looks < enough or steps < max(_STEPS, 2 * look.window):
+        far_apart = max(_STEPS, 2 * look.window)
+        if steps < far_apart and not self._has_moved and look.run.learning_rate(paths) == 0:
+            far_apart = steps  # there is no doubt
+        if self._looks < enough or steps < far_apart:
             return None
         return _Still(paths, len(watched), self._looks, steps)
 
