@@ -6,9 +6,12 @@ import pytest
 from conftest import BACKEND
 from keras import ops
 from linear_runs import SPE
+from reports import Told, look_at
 
 import kmp
 from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
+from kmp.callbacks.verdict.corrupted_state import RuinedVariance
+from kmp.callbacks.verdict.observation import MovingVariance
 
 BATCH = 8
 
@@ -75,6 +78,21 @@ def test_moving_statistics_that_one_huge_batch_has_ruined(times, seen, spe):
         assert verdict.state == "UNSTABLE" and verdict.blame.endswith("norm/moving_variance")
         assert f"moving_variance {seen}" in verdict.reason
         fit(model, steps=20, watch=watch)  # good batches do not wash it out; it is told once
+
+
+@pytest.mark.parametrize("first, found", [(19, False), (20, True)])
+def test_a_variance_that_is_ruined_in_the_first_hundred_steps(first, found):
+    """It begins at 1, and what it comes to in the first steps is no growth."""
+
+    class Known(Told):
+        def moving_variances(self, layers):
+            return [MovingVariance("norm/moving_variance", self.largest, 1e-3)]
+
+    detector, run = RuinedVariance(), Known()
+    for step, run.largest in ((first, 1.0), (40, 2e4)):
+        report = kmp.GradientReport((), np.zeros((0, 5), "float32"), 1.0, step, 0, 0)
+        verdict = detector.see(look_at(report, run=run))
+    assert bool(verdict) == found
 
 
 def test_statistics_that_are_nan_from_the_start():

@@ -229,6 +229,20 @@ def test_a_loss_without_a_gradient_from_the_first_step_on():
     assert "all 1 weights, biases aside, were exactly zero in 3 looks over 20" in seen[2].reason
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_looks_that_all_fall_on_empty_batches(moves):
+    """Every third batch weighs nothing: what has moved since has a gradient in the others."""
+
+    def look(i):
+        details = np.zeros((1, 50), "float32")
+        details[:, WEIGHT_NORM] = 1.0 + 0.01 * i * moves
+        matrix = np.float32([[0, 0, 1, 0, 0]])
+        return kmp.GradientReport(("kernel",), matrix, 1.0, 30 * i, 0, 0, details=details)
+
+    seen = silence([look(i) for i in (1, 2, 3)], {"kernel": Weight("dense")})
+    assert [bool(x) for x in seen] == [False, not moves, not moves]
+
+
 @pytest.mark.parametrize(
     "norms, skips", [((1.0, 0.0, 0.0, 0.0), 0), ((0.0, 1.0, 0.0, 1.0), 0), ((0.0,) * 4, 1)]
 )

@@ -9,11 +9,13 @@ import math
 from kmp.callbacks.verdict.detector import Detector
 from kmp.callbacks.verdict.observation import Corrupted, Observation
 from kmp.callbacks.verdict.states import Verdict
-from kmp.health.telemetry import FIRST_STEPS
 
 # How many times as large a moving variance may be as at the last look. One batch, with a momentum
 # of 0.99, has to be a thousand times as large as the others.
 _GROWTH = 1e4
+# The steps after which it can be compared. It begins at 1, whatever the data, and has then come at
+# least a fiftieth of its way, with a momentum of up to 0.999.
+_SETTLED = 20
 
 
 class NonfiniteState(Detector):
@@ -43,8 +45,8 @@ class RuinedVariance(Detector):
                 name = path.split("/")[-1]
                 reason = f"{name} has grown from {before:.3g} to {now:.3g} at its largest"
                 found.append(Corrupted(path, reason, of_layer=True))
-            elif look.report.step >= FIRST_STEPS and math.isfinite(now):
-                self._sound[i, path] = now  # it begins at 1, whatever the data
+            elif look.report.step >= _SETTLED and math.isfinite(now):
+                self._sound[i, path] = now
         return corrupted(
             found, 'kmp.scaled(..., spikes="skip") holds the statistics against such a batch.'
         )

@@ -112,16 +112,13 @@ class ZeroGradients(Detector):
         silent = [path for path in paths if not norms[path]]
         arrived = self._had_gradients and not report.grad_norm
         self._had_gradients |= len(silent) < len(paths)
-        if arrived:
+        if arrived or not silent:
             return []
-        if silent and len(silent) < len(paths):
-            decay = look.run.weight_decay()
-            return [path for path in silent if not _was_moved(path, report, before, decay)]
-        return silent
+        decay = look.run.weight_decay()
+        return [path for path in silent if not _was_moved(path, report, before, decay)]
 
     def _is_long(self, path: str, report: GradientReport) -> bool:
-        # Where others have a gradient, and this weight never had one, fewer looks are enough.
-        enough = _LOOKS if path in self._spoke or not report.grad_norm else 2
+        enough = _LOOKS if path in self._spoke else 2  # where it never had a gradient
         index, step = self._first[path]
         return self._looks - index + 1 >= enough and report.step - step >= _STEPS
 
