@@ -22,7 +22,14 @@ if TYPE_CHECKING or "__all__" in globals() or not _is_the_command():
     from kmp._common import PrecisionWarning
     from kmp.callbacks import protect
     from kmp.health import GradientReport
-    from kmp.models import audit, freeze_observers, quantize_aware, to_int8, to_mixed_precision
+    from kmp.models import (
+        audit,
+        freeze_observers,
+        quantize_aware,
+        recompute,
+        to_int8,
+        to_mixed_precision,
+    )
     from kmp.precision import (
         Policy,
         autocast,
@@ -82,6 +89,7 @@ __all__ = [
     "max_abs",
     "protect",
     "quantize_aware",
+    "recompute",
     "scaled",
     "select_tree",
     "set_policy",

@@ -22,6 +22,7 @@ from kmp._backend.types import (
     Operation,
     Tensor,
     Tree,
+    TwoLists,
     Variable,
 )
 
@@ -358,6 +359,20 @@ class Backend(abc.ABC):
 
         Returns:
             The tensors of `forward`.
+        """
+
+    @abc.abstractmethod
+    def recompute(self, function: Callable[..., TwoLists], inputs: Sequence[Tensor]) -> TwoLists:
+        """Call a function whose tensors are computed again for the gradient, instead of kept.
+
+        Args:
+            function: takes the inputs. Returns a list of tensors, and a list of tensors through
+                which no gradient flows. It may read variables and other tensors. Where the backward
+                pass is a program of its own, it is called once more there, and must do the same.
+            inputs: tensors; they stay in memory until the backward pass.
+
+        Returns:
+            What `function` returns.
         """
 
     def fused_batch_norm(

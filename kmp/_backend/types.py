@@ -1,5 +1,6 @@
 """Aliases that say what an argument is; tensors of the three backends share no base class."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -8,6 +9,7 @@ Tensor: TypeAlias = Any  # tf.Tensor, jax.Array or torch.Tensor: what keras.ops 
 Variable: TypeAlias = Any  # keras.Variable (tf.Variable too, where TensorFlow's trainer unwraps it)
 Gradient: TypeAlias = Any  # Tensor, tf.IndexedSlices, or None for a variable that the loss misses
 Tree: TypeAlias = Any  # nested lists, tuples and dicts of tensors
+TwoLists: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
 DType: TypeAlias = str  # "float32", "bfloat16", "float16", ...
 ON_HOST = (np.generic, np.ndarray)  # what the host has read (`torch.compile` knows no union type)
 

@@ -36,7 +36,7 @@ def casting_inputs(layer: Any) -> Iterator[None]:
     Keras builds a loaded model only by its `call`, on float32 inputs. A residual sum in half
     precision fails then, and the model is left without weights.
     """
-    call = layer.call
+    call, before = layer.call, vars(layer).get("call")
 
     @functools.wraps(call)
     def cast_and_call(*args, **kwargs):
@@ -48,6 +48,8 @@ def casting_inputs(layer: Any) -> Iterator[None]:
         yield
     finally:
         del layer.call
+        if before is not None:  # of `recompute_calls`
+            layer.call = before
 
 
 def _cast_by(layer: Any) -> Callable[[Any], Any]:

@@ -16,6 +16,7 @@ import keras
 from keras import Layer, Operation
 
 from kmp._keras import is_preprocessing, path_of
+from kmp._keras.recompute import calling_plainly
 
 Tree: TypeAlias = Any  # nested lists, tuples and dicts of tensors
 
@@ -187,7 +188,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
     Layer.__call__, Operation.__call__ = call_layer, call_operation
     try:
-        yield
+        with calling_plainly():  # inside a pure function there are tracers instead of numbers
+            yield
     finally:
         Layer.__call__, Operation.__call__ = layer_call, operation_call
 

@@ -3,6 +3,7 @@
 from kmp.models.auditing import AuditReport, Finding, audit
 from kmp.models.convert import to_mixed_precision
 from kmp.models.quantization import freeze_observers, quantize_aware, to_int8
+from kmp.models.recomputation import RecomputedBlock, RecomputeReport, recompute
 from kmp.models.report import ConversionReport, LayerConversion
 
 __all__ = [
@@ -10,9 +11,12 @@ __all__ = [
     "ConversionReport",
     "Finding",
     "LayerConversion",
+    "RecomputeReport",
+    "RecomputedBlock",
     "audit",
     "freeze_observers",
     "quantize_aware",
+    "recompute",
     "to_int8",
     "to_mixed_precision",
 ]

@@ -16,7 +16,7 @@ from kmp._backend.jax.sharding import MeshSharding
 from kmp._backend.jax.targets import PER_TARGET
 from kmp._backend.jax.updates import update_by_mask
 from kmp._backend.sharding import UNSHARDED, Sharding
-from kmp._backend.types import Device, Gradient, Operation, Tensor, Tree, Variable
+from kmp._backend.types import Device, Gradient, Operation, Tensor, Tree, TwoLists, Variable
 
 _LOOPS = ("fori_loop", "map", "scan", "while_loop")
 
@@ -173,6 +173,9 @@ class JaxBackend(Backend):
         function = jax.custom_vjp(lambda *inputs: run(*inputs)[0])
         function.defvjp(run, lambda kept, gradients: tuple(backward(*kept, gradients)))
         return function(*inputs)
+
+    def recompute(self, function: Callable[..., TwoLists], inputs: Sequence[Tensor]) -> TwoLists:
+        return jax.checkpoint(function)(*inputs)
 
     def constant(self, values: Any) -> Tensor:
         return jax.device_put(values)  # `jnp.asarray` and Keras's conversion are programs

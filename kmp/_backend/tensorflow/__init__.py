@@ -10,7 +10,10 @@ import tensorflow as tf
 from keras import Model, ops
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.compiler.xla.xla_data_pb2 import DotDimensionNumbers
-from tensorflow.python.eager import context  # no public way to the state of the random seeds
+from tensorflow.python.eager import (
+    context,  # no public way to the state of the random seeds
+    record,  # nor to stop tapes that others have opened
+)
 from tensorflow.python.ops import control_flow_util  # no public way to ask for the XLA context
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2  # nor past one
 
@@ -19,7 +22,16 @@ from kmp._backend.tensorflow import distribute
 from kmp._backend.tensorflow.programs import operations
 from kmp._backend.tensorflow.updates import update_by_mask
 from kmp._backend.tensorflow.views import BaseView
-from kmp._backend.types import Device, DeviceMemory, Gradient, Operation, Tensor, Tree, Variable
+from kmp._backend.types import (
+    Device,
+    DeviceMemory,
+    Gradient,
+    Operation,
+    Tensor,
+    Tree,
+    TwoLists,
+    Variable,
+)
 
 _CUDNN_MIN_EPSILON = 1.001e-5  # cuDNN refuses 1e-5 and less
 # Of a channel: up to here a sum of halves of one magnitude is exact in float32, in any order.
@@ -275,6 +287,57 @@ class TensorFlowBackend(Backend):
             return outputs, lambda *gradients: backward(inputs, outputs[1:], gradients)
 
         return function(*inputs)
+
+    def recompute(self, function: Callable[..., TwoLists], inputs: Sequence[Tensor]) -> TwoLists:
+        # As `tf.recompute_grad`, which takes no booleans, and hands on zeros for no gradient. The
+        # others must not leave by `custom_gradient`: it passes all that leaves through one
+        # operation, by which Grappler then takes reads of a variable to precede its assignment. It
+        # removes what orders them, and that operation later.
+        flat = tf.nest.flatten(list(inputs), expand_composites=True)
+        others: list[Tensor] = []
+
+        def call(*tensors: Tensor) -> TwoLists:
+            return function(
+                *tf.nest.pack_sequence_as(list(inputs), tensors, expand_composites=True)
+            )
+
+        @tf.custom_gradient
+        def run(*tensors: Tensor) -> Any:
+            with record.stop_recording():
+                outputs, without_gradient = call(*tensors)
+            others.extend(without_gradient)
+
+            def backward(*gradients: Tensor, variables: Sequence[Any] | None = None) -> Any:
+                found = self._gradients_of(call, tensors, gradients, variables or ())
+                number = len(tensors)
+                return (found[:number], found[number:]) if variables else found
+
+            return outputs, backward
+
+        return run(*flat), others
+
+    def _gradients_of(
+        self,
+        function: Callable[..., TwoLists],
+        inputs: Sequence[Tensor],
+        to_outputs: Sequence[Tensor],
+        variables: Sequence[Any],
+    ) -> list[Gradient]:
+        """Compute a function again, and its gradients by the inputs and the variables."""
+        number, first = len(inputs), contextlib.nullcontext()
+        # The compiler would otherwise find that all this has been computed before, and keep it.
+        if self.inside_xla():
+            barrier = gen_xla_ops.xla_optimization_barrier([*inputs, *to_outputs])
+            inputs, to_outputs = barrier[:number], barrier[number:]
+        elif not tf.executing_eagerly():
+            first = tf.control_dependencies(to_outputs)
+        with first, tf.GradientTape() as tape:
+            again = [tf.identity(x) for x in inputs]  # one for each place
+            tape.watch([x for x in again if x.dtype.is_floating])
+            outputs, _ = function(*again)
+        pairs = [(y, dy) for y, dy in zip(outputs, to_outputs, strict=True) if y.dtype.is_floating]
+        sources = [*again, *variables]
+        return tape.gradient([y for y, _ in pairs], sources, [dy for _, dy in pairs])
 
     def fused_batch_norm(
         self,

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import torch
 from keras import ops
+from torch.utils.checkpoint import checkpoint
 
 from kmp._backend.base import (
     MURMUR3,
@@ -19,7 +20,16 @@ from kmp._backend.base import (
     product,
 )
 from kmp._backend.torch.programs import operations
-from kmp._backend.types import Device, DeviceMemory, Gradient, Operation, Tensor, Tree, Variable
+from kmp._backend.types import (
+    Device,
+    DeviceMemory,
+    Gradient,
+    Operation,
+    Tensor,
+    Tree,
+    TwoLists,
+    Variable,
+)
 
 
 class TorchBackend(Backend):
@@ -157,6 +167,11 @@ class TorchBackend(Backend):
         inputs: Sequence[Tensor],
     ) -> Sequence[Tensor]:
         return _CustomGradient.apply(forward, backward, *inputs)
+
+    def recompute(self, function: Callable[..., TwoLists], inputs: Sequence[Tensor]) -> TwoLists:
+        if not torch.is_grad_enabled():
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False)
 
     def constant(self, values: Any) -> Tensor:
         # `torch.compile` cannot trace what Keras does with an array.

@@ -1,0 +1,213 @@
+"""Calls of a layer that are computed again for the gradient, so that what is inside is not kept.
+
+Such a call runs twice, and the second run has to do what the first one did: with the same weights,
+states, dropout masks and `training`. So the call is made a pure function of its input tensors. What
+it assigns, and what it adds to the losses, is held back and done once, after the first run.
+"""
+
+import contextlib
+import contextvars
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import keras
+from keras import StatelessScope, Variable, ops
+from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+from kmp._keras import layers_of, without_autocast
+from kmp._keras.buffers import kept_buffers
+
+Tensor: TypeAlias = Any
+Tree: TypeAlias = Any  # nested lists, tuples and dicts of tensors
+
+# What a call reads of the state that Keras keeps for each thread. The backward pass has left the
+# scopes of the forward pass, and on CUDA PyTorch runs it in a thread of its own.
+_STATE = ("autocast_scope", "current_call_ctx", "distribution", "name_scope_stack", "torch_device")
+
+_plainly = contextvars.ContextVar("kmp_calls_plainly", default=False)
+
+
+@contextlib.contextmanager
+def calling_plainly() -> Iterator[None]:
+    """Within, in this thread, no call is made a pure function: each layer sees its own tensors."""
+    token = _plainly.set(True)
+    try:
+        yield
+    finally:
+        _plainly.reset(token)
+
+
+def is_recomputed(layer: Any) -> bool:
+    """Whether the calls of a layer are computed again for the gradient."""
+    return hasattr(vars(layer).get("call"), "plain_call")
+
+
+def recompute_calls(layer: Any, backend: Any) -> None:
+    """Let the calls of a built layer be computed again for the gradient.
+
+    Args:
+        layer: a layer. Nothing of it changes but the attribute `call`.
+        backend: the `Backend`, whose `recompute` and `copied_values` are called.
+    """
+    plain_call = layer.call
+
+    @functools.wraps(plain_call)
+    def call(*args: Any, **kwargs: Any) -> Tree:
+        if _plainly.get() or in_symbolic_scope():
+            return plain_call(*args, **kwargs)
+        tensors, masks, fill = _taken_apart((args, kwargs))
+        number = len(tensors)
+        pure = _PureCall(layer, plain_call, lambda inputs: fill(*_split(inputs, number)))
+        return pure.finish(backend, *backend.recompute(pure, tensors + masks))
+
+    call.plain_call = plain_call  # type: ignore[attr-defined]
+    vars(layer)["call"] = call  # `setattr` would have Keras look for layers and variables in it
+
+
+def call_plainly(layer: Any) -> None:
+    """Undo `recompute_calls`."""
+    plain_call = vars(layer).pop("call").plain_call
+    if getattr(plain_call, "__func__", None) is not type(layer).call:
+        vars(layer)["call"] = plain_call  # the user had put it there
+
+
+class _PureCall:
+    """One call of a layer as a pure function of tensors.
+
+    It returns a list with the outputs and the losses that the call adds, and a list of what has no
+    gradient: the masks of the outputs, and the values of the variables that the call assigns.
+
+    Args:
+        layer: the layer.
+        plain_call: its `call`.
+        fill: makes args and kwargs of `call` from the tensors.
+    """
+
+    def __init__(self, layer: Any, plain_call: Callable, fill: Callable[[Sequence[Tensor]], Tree]):
+        self._layer, self._plain_call, self._fill = layer, plain_call, fill
+        outer = global_state.get_global_attribute("stateless_scope")
+        self._values = dict(outer.state_mapping) if outer else {}  # of variables, by their ids
+        self._assigns_for_good = outer is None
+        self._state = {name: copy.copy(global_state.get_global_attribute(name)) for name in _STATE}
+        self._context = contextvars.copy_context()  # `kmp.autocast` is in it
+        self._put_buffers_back = kept_buffers(layers_of(layer))
+        self._fill_outputs: Callable[..., Tree] | None = None  # after the first run
+        self._assigned: list[Any] = []
+        self._owners: list[Any] = []
+
+    def __call__(self, *tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        if self._fill_outputs is None:
+            return self._compute(tensors)
+        put_buffers_back = kept_buffers(layers_of(self._layer))
+        self._put_buffers_back()
+        try:
+            return self._context.copy().run(self._compute_again, tensors)
+        finally:
+            put_buffers_back()
+
+    def finish(self, backend: Any, outputs: Sequence[Tensor], others: Sequence[Tensor]) -> Tree:
+        """After the first run: assign, add the losses, and return the outputs of the call.
+
+        Args:
+            backend: the `Backend`.
+            outputs, others: what the first run returned.
+        """
+        variables, owners, fill = self._assigned, self._owners, self._fill_outputs
+        assert fill is not None
+        outputs, losses = _split(outputs, len(outputs) - len(owners))
+        masks, values = _split(others, len(others) - len(variables))
+        with without_autocast():
+            old = backend.copied_values(variables)  # what the second run begins with
+            self._values |= {id(v): x for v, x in zip(variables, old, strict=True)}
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+        for owner, loss in zip(owners, losses, strict=True):
+            owner.add_loss(loss)
+        return fill(outputs, masks)
+
+    def _compute(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        args, kwargs = self._fill(tensors)
+        with _Scope(self._values, self._assigns_for_good) as scope:
+            try:
+                outputs = self._plain_call(*args, **kwargs)
+            finally:  # PyTorch stops the second run once it has what it needs
+                owners = _owners_of(scope.losses, self._layer)
+        found, masks, fill = _taken_apart(outputs)
+        if self._fill_outputs is None:
+            self._fill_outputs, self._assigned, self._owners = fill, scope.assigned, owners
+        values = [scope.get_current_value(v) for v in scope.assigned]
+        return found + scope.losses, masks + values
+
+    def _compute_again(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        before = {name: global_state.get_global_attribute(name) for name in _STATE}
+        try:
+            for name, value in self._state.items():
+                global_state.set_global_attribute(name, copy.copy(value))
+            return self._compute(tensors)
+        finally:
+            for name, value in before.items():
+                global_state.set_global_attribute(name, value)
+
+
+class _Scope(StatelessScope):
+    """Holds back what is assigned within, and lists the variables in the order of assignment.
+
+    Args:
+        values: of variables by their ids; the others have the values that they have outside.
+        assigns_for_good: whether the variables are assigned outside of any other scope. Then no
+            gradient flows through what is assigned.
+    """
+
+    def __init__(self, values: dict[int, Tensor], assigns_for_good: bool):
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.state_mapping.update(values)
+        self.assigned: list[Any] = []
+        self._assigns_for_good = assigns_for_good
+
+    def add_update(self, update: tuple[Any, Tensor]) -> None:
+        variable, value = update
+        if all(v is not variable for v in self.assigned):
+            self.assigned.append(variable)
+        super().add_update(
+            (variable, ops.stop_gradient(value) if self._assigns_for_good else value)
+        )
+
+
+def _taken_apart(tree: Tree) -> tuple[list[Tensor], list[Tensor], Callable[..., Tree]]:
+    """The tensors of a structure, their masks, and a function that puts others in their place."""
+    leaves = keras.tree.flatten(tree)
+    structure = keras.tree.map_structure(lambda _: None, tree)
+    places = [i for i, x in enumerate(leaves) if ops.is_tensor(x) and not isinstance(x, Variable)]
+    masks = {i: get_keras_mask(leaves[i]) for i in places}
+    masked = [i for i, mask in masks.items() if mask is not None]
+    others = [None if i in masks else x for i, x in enumerate(leaves)]
+
+    def fill(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> Tree:
+        filled = list(others)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        for place, mask in zip(masked, masks, strict=True):
+            set_keras_mask(filled[place], mask)
+        return keras.tree.pack_sequence_as(structure, filled)
+
+    return [leaves[i] for i in places], [masks[i] for i in masked], fill
+
+
+def _split(tensors: Sequence[Tensor], number: int) -> tuple[list[Tensor], list[Tensor]]:
+    return list(tensors[:number]), list(tensors[number:])
+
+
+def _owners_of(losses: Sequence[Tensor], layer: Any) -> list[Any]:
+    """The layers that have added losses; each of them forgets that it has.
+
+    Private: `_loss_ids`. The id of a tensor that is gone may become that of another loss.
+    """
+    layers = layers_of(layer) if losses else []
+    owners = [next((x for x in layers if id(loss) in x._loss_ids), layer) for loss in losses]
+    for owner, loss in zip(owners, losses, strict=True):
+        owner._loss_ids.discard(id(loss))
+    return owners

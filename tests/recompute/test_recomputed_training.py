@@ -1,0 +1,88 @@
+"""A run whose blocks are computed again ends in the weights and states of the run without that."""
+
+import keras
+import numpy as np
+import pytest
+from oracle import BACKEND, number
+from recomputed_models import ROWS, STEPS, assert_same, build_model, data, loss, state
+
+import kmp
+
+MODES = {
+    "tensorflow": [
+        "graph",
+        pytest.param("eager", marks=pytest.mark.wide),
+        pytest.param("xla", marks=[pytest.mark.wide, pytest.mark.slow]),
+    ],
+    "jax": ["jit"],
+    "torch": ["eager"],
+}[BACKEND]
+# XLA compiles two other programs, and rounds in other places.
+TOLERANCES = {"float32": 1e-6, "mixed_float16": 1e-4, "mixed_bfloat16": 2e-3}
+POLICIES = [
+    pytest.param("float32", marks=pytest.mark.wide),
+    pytest.param("mixed_bfloat16", marks=pytest.mark.wide),
+    "mixed_float16",
+]
+
+
+def train(policy, mode, recomputed, optimizer):
+    model = build_model(policy)
+    if recomputed:
+        assert kmp.recompute(model).paths == ("block0", "block1")
+    compiled = mode in ("jit", "xla")
+    model.compile(optimizer, loss(), run_eagerly=mode == "eager", jit_compile=compiled)
+    x, y = data()
+    history = model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0).history
+    return model, history["loss"]
+
+
+def compare(policy, mode, optimizer):
+    """Train with and without; return the model with."""
+    plain, plain_losses = train(policy, mode, False, optimizer())
+    model, losses = train(policy, mode, True, optimizer())
+    tolerance = TOLERANCES[policy] if mode in ("jit", "xla") else 0
+    assert_same(state(plain), state(model), tolerance)
+    np.testing.assert_allclose(losses, plain_losses, rtol=tolerance, atol=0)
+    assert number(model.get_layer("block0").calls) == STEPS
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_run_is_that_without_it(policy, mode):
+    """Weights, statistics, seeds, losses, skipped steps and the loss scale."""
+
+    def optimizer():
+        sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+        return kmp.scaled(sgd, kmp.DynamicLossScale(2.0**14)) if policy == "mixed_float16" else sgd
+
+    model = compare(policy, mode, optimizer)
+    if policy == "mixed_float16":
+        assert 0 < number(model.optimizer.skipped_steps) < STEPS
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mode", MODES[:1])
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+def test_with_the_rest_of_kmp(policy, mode):
+    """Accumulation and `protect`; weights and slots in half precision."""
+
+    def optimizer():
+        adam = keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2)
+        memory = {"slot_dtype": "bfloat16", "master_weights": True} if policy == "bfloat16" else {}
+        return kmp.scaled(adam, kmp.DynamicLossScale(2.0**14), **memory)
+
+    def run(recomputed):
+        model = build_model(policy)
+        if recomputed:
+            kmp.recompute(model)
+        model.compile(optimizer(), loss(), jit_compile=mode == "jit")
+        with kmp.protect(model):
+            x, y = data()
+            watch = kmp.callbacks.GradientHealth(update_freq=2, verbose=0)
+            model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[watch])
+        return state(model)
+
+    tolerance = {"bfloat16": 2e-2, "mixed_float16": 1e-3}[policy] if mode == "jit" else 0
+    assert_same(run(False), run(True), tolerance)
