@@ -51,7 +51,7 @@ def recompute_calls(layer: Any, backend: Any) -> None:
 
     Args:
         layer: a layer. Nothing of it changes but the attribute `call`.
-        backend: the `Backend`, whose `recompute` and `copied_values` are called.
+        backend: the `Backend`, whose `recompute`, `copied_values` and `in_place_of` are called.
     """
     plain_call = layer.call
 
@@ -61,8 +61,8 @@ def recompute_calls(layer: Any, backend: Any) -> None:
             return plain_call(*args, **kwargs)
         tensors, masks, fill = _taken_apart((args, kwargs))
         number = len(tensors)
-        pure = _PureCall(layer, plain_call, lambda inputs: fill(*_split(inputs, number)))
-        return pure.finish(backend, *backend.recompute(pure, tensors + masks))
+        pure = _PureCall(layer, plain_call, lambda inputs: fill(*_split(inputs, number)), backend)
+        return pure.finish(*backend.recompute(pure, tensors + masks))
 
     call.plain_call = plain_call  # type: ignore[attr-defined]
     vars(layer)["call"] = call  # `setattr` would have Keras look for layers and variables in it
@@ -85,10 +85,18 @@ class _PureCall:
         layer: the layer.
         plain_call: its `call`.
         fill: makes args and kwargs of `call` from the tensors.
+        backend: the `Backend`.
     """
 
-    def __init__(self, layer: Any, plain_call: Callable, fill: Callable[[Sequence[Tensor]], Tree]):
+    def __init__(
+        self,
+        layer: Any,
+        plain_call: Callable[..., Tree],
+        fill: Callable[[Sequence[Tensor]], Tree],
+        backend: Any,
+    ):
         self._layer, self._plain_call, self._fill = layer, plain_call, fill
+        self._backend = backend
         outer = global_state.get_global_attribute("stateless_scope")
         self._values = dict(outer.state_mapping) if outer else {}  # of variables, by their ids
         self._assigns_for_good = outer is None
@@ -97,6 +105,7 @@ class _PureCall:
         self._put_buffers_back = kept_buffers(layers_of(layer))
         self._fill_outputs: Callable[..., Tree] | None = None  # after the first run
         self._assigned: list[Any] = []
+        self._before: list[tuple[Any, Tensor]] = []  # the variables, and what they had been
         self._owners: list[Any] = []
 
     def __call__(self, *tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -109,11 +118,10 @@ class _PureCall:
         finally:
             put_buffers_back()
 
-    def finish(self, backend: Any, outputs: Sequence[Tensor], others: Sequence[Tensor]) -> Tree:
+    def finish(self, outputs: Sequence[Tensor], others: Sequence[Tensor]) -> Tree:
         """After the first run: assign, add the losses, and return the outputs of the call.
 
         Args:
-            backend: the `Backend`.
             outputs, others: what the first run returned.
         """
         variables, owners, fill = self._assigned, self._owners, self._fill_outputs
@@ -121,8 +129,8 @@ class _PureCall:
         outputs, losses = _split(outputs, len(outputs) - len(owners))
         masks, values = _split(others, len(others) - len(variables))
         with without_autocast():
-            old = backend.copied_values(variables)  # what the second run begins with
-            self._values |= {id(v): x for v, x in zip(variables, old, strict=True)}
+            before = self._backend.copied_values(variables)  # what the second run begins with
+            self._before = list(zip(variables, before, strict=True))
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
         for owner, loss in zip(owners, losses, strict=True):
@@ -131,7 +139,9 @@ class _PureCall:
 
     def _compute(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         args, kwargs = self._fill(tensors)
-        with _Scope(self._values, self._assigns_for_good) as scope:
+        with _Scope(self._values, self._backend if self._assigns_for_good else None) as scope:
+            for pair in self._before:
+                scope.add_update(pair)
             try:
                 outputs = self._plain_call(*args, **kwargs)
             finally:  # PyTorch stops the second run once it has what it needs
@@ -158,23 +168,27 @@ class _Scope(StatelessScope):
 
     Args:
         values: of variables by their ids; the others have the values that they have outside.
-        assigns_for_good: whether the variables are assigned outside of any other scope. Then no
-            gradient flows through what is assigned.
+        backend: the `Backend` if the variables are assigned outside of any other scope. Then no
+            gradient flows through what is assigned, and the gradient of a weight that has been
+            assigned is that of its new value.
     """
 
-    def __init__(self, values: dict[int, Tensor], assigns_for_good: bool):
+    def __init__(self, values: dict[int, Tensor], backend: Any):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.state_mapping.update(values)
         self.assigned: list[Any] = []
-        self._assigns_for_good = assigns_for_good
+        self._backend = backend
 
     def add_update(self, update: tuple[Any, Tensor]) -> None:
         variable, value = update
         if all(v is not variable for v in self.assigned):
             self.assigned.append(variable)
-        super().add_update(
-            (variable, ops.stop_gradient(value) if self._assigns_for_good else value)
-        )
+        if self._backend is not None:
+            value = ops.stop_gradient(value)
+            if variable.trainable:
+                with without_autocast():
+                    value = self._backend.in_place_of(variable.value, value)
+        super().add_update((variable, value))
 
 
 def _taken_apart(tree: Tree) -> tuple[list[Tensor], list[Tensor], Callable[..., Tree]]:

@@ -71,7 +71,7 @@ def test_with_the_rest_of_kmp(policy, mode):
     def optimizer():
         adam = keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2)
         memory = {"slot_dtype": "bfloat16", "master_weights": True} if policy == "bfloat16" else {}
-        return kmp.scaled(adam, kmp.DynamicLossScale(2.0**14), **memory)
+        return kmp.scaled(adam, kmp.DynamicLossScale(2.0**8), **memory)
 
     def run(recomputed):
         model = build_model(policy)
