@@ -2,19 +2,18 @@
 
     KERAS_BACKEND=jax python examples/gradient_checkpointing.py
 
-Training keeps what every layer put out until the gradient comes back to it. Under
-`keras.RematScope` a block keeps its input alone and is computed once more when the gradient needs
-what is inside. Half precision halves what is kept, checkpointing keeps less of it, and the two
-multiply. The gradients are the same, which is what the script checks on every backend; in half
-precision but for the places where XLA rounds.
+Training keeps what every layer put out until the gradient comes back to it. After
+`kmp.recompute(model)` a block keeps its input alone and is computed once more when the gradient
+needs what is inside, with the dropout mask that it had. Half precision halves what is kept,
+checkpointing keeps less of it, and the two multiply. The gradients are the same, which is what the
+script checks on every backend; in half precision but for the places where XLA rounds.
 
-The bytes are XLA's own count, of what the forward pass leaves for the backward pass; only JAX hands
-the two passes over apart. (Compiled as one program for a CPU they would not show the difference:
-XLA's CPU compiler finds that the blocks are computed twice, and keeps them after all.)
+The bytes are what the forward pass leaves for the backward pass: by XLA's own count on JAX, and by
+PyTorch's hooks. (Compiled as one program for a CPU they would not show the difference: XLA's CPU
+compiler finds that the blocks are computed twice, and keeps them after all.)
 """
 
 import argparse
-import contextlib
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # keep TensorFlow's start-up quiet
@@ -37,51 +36,75 @@ class Block(layers.Layer):
         super().__init__(**kwargs)
         self.norm = layers.LayerNormalization()
         self.up = layers.Dense(4 * WIDTH, activation="gelu")
+        self.dropout = layers.Dropout(0.1, seed=1)
         self.down = layers.Dense(WIDTH)
 
     def build(self, shape):
-        """Create the weights, so that the scope finds a layer that is ready."""
+        """Create the weights."""
         self.norm.build(shape)
         self.up.build(shape)
         self.down.build((*shape[:-1], 4 * WIDTH))
 
     def call(self, x):
         """Add to the input what the block makes of it."""
-        return x + self.down(self.up(self.norm(x)))
+        return x + self.down(self.dropout(self.up(self.norm(x))))
 
 
 def build_model(policy: str, blocks: int, checkpointing: bool) -> keras.Model:
     """The same weights every time."""
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(policy)
-    names = [f"block{i}" for i in range(blocks)]
-    scope = keras.RematScope(mode="list_of_layers", layer_names=names)
-    with scope if checkpointing else contextlib.nullcontext():
-        model = keras.Sequential(
-            [
-                keras.Input((WIDTH,)),
-                *(Block(name=name) for name in names),
-                kmp.layers.Float32OutputDense(1, name="head"),
-            ]
-        )
+    model = keras.Sequential(
+        [
+            keras.Input((WIDTH,)),
+            *(Block(name=f"block{i}") for i in range(blocks)),
+            kmp.layers.Float32OutputDense(1, name="head"),
+        ]
+    )
+    if checkpointing:
+        kmp.recompute(model)
     keras.config.set_dtype_policy("float32")
     model.compile(kmp.scaled("sgd", 1024, learning_rate=1.0), loss="mse")
     return model
 
 
 def kept_bytes(model: keras.Model, x: np.ndarray) -> int | None:
-    """What the forward pass keeps for the backward pass, by XLA; None where nobody can say."""
-    if keras.backend.backend() != "jax":
-        return None
+    """What the forward pass keeps for the backward pass; None where nobody can say."""
+    count = {"jax": kept_on_jax, "torch": kept_on_torch}.get(keras.backend.backend())
+    return count(model, x) if count else None
+
+
+def kept_on_jax(model: keras.Model, x: np.ndarray) -> int:
+    """XLA's count, without the weights, which are there anyway."""
     import jax
 
+    state = [v.value for v in model.non_trainable_variables]
+
     def forward(values):
-        _, pull_back = jax.vjp(lambda v: model.stateless_call(v, [], x)[0], values)
-        return pull_back  # holds what it will need
+        def outputs(v):
+            return model.stateless_call(v, state, x, training=True)[0]
+
+        return jax.vjp(outputs, values)[1]  # holds what it will need
 
     values = [v.value for v in model.trainable_variables]
     compiled = jax.jit(forward).lower(values).compile()
-    return int(compiled.memory_analysis().output_size_in_bytes)
+    return int(compiled.memory_analysis().output_size_in_bytes) - sum(v.nbytes for v in values)
+
+
+def kept_on_torch(model: keras.Model, x: np.ndarray) -> int:
+    """The tensors that PyTorch saves, each once, without the weights."""
+    import torch
+
+    weights, kept = {v.value.data_ptr() for v in model.variables}, {}
+
+    def save(tensor):
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        outputs = model(x, training=True)
+    return sum(kept.values()) if outputs.requires_grad else 0
 
 
 def update(model: keras.Model, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -108,7 +131,7 @@ def main() -> None:
             model = build_model(policy, blocks, checkpointing)
             kept = kept_bytes(model, x)
             gradient = update(model, x, x[:, :1])
-            told = "JAX can tell" if kept is None else f"{kept / 2**20:.2f} MiB"
+            told = "JAX and PyTorch tell" if kept is None else f"{kept / 2**20:.2f} MiB"
             if reference is None:
                 reference, said = gradient, f"norm {np.linalg.norm(gradient):.5g}"
             else:

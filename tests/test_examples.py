@@ -240,7 +240,7 @@ def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path, monkeypat
     expected = EXPECTED.get(script, [])
     for line in expected[BACKEND] if isinstance(expected, dict) else expected:
         assert re.search(line, printed, re.MULTILINE), f"{line}\n---\n{printed}"
-    if script == "gradient_checkpointing.py" and BACKEND == "jax":
+    if script == "gradient_checkpointing.py" and BACKEND != "tensorflow":
         check_that_checkpointing_keeps_a_fraction(printed)
     if script == "convert_a_model.py":
         check_that_conversion_costs_nothing(printed)
