@@ -375,6 +375,10 @@ class Backend(abc.ABC):
             What `function` returns.
         """
 
+    def untraced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that `torch.compile` calls as it is, rather than tracing it."""
+        return function
+
     def in_place_of(self, x: Tensor, value: Tensor) -> Tensor:
         """Return `value`, whose gradient is taken for that of `x`, a tensor of the same shape."""
 

@@ -51,10 +51,11 @@ def recompute_calls(layer: Any, backend: Any) -> None:
 
     Args:
         layer: a layer. Nothing of it changes but the attribute `call`.
-        backend: the `Backend`, whose `recompute`, `copied_values` and `in_place_of` are called.
+        backend: the `Backend`.
     """
     plain_call = layer.call
 
+    @backend.untraced
     @functools.wraps(plain_call)
     def call(*args: Any, **kwargs: Any) -> Tree:
         if _plainly.get() or in_symbolic_scope():
@@ -64,7 +65,7 @@ def recompute_calls(layer: Any, backend: Any) -> None:
         pure = _PureCall(layer, plain_call, lambda inputs: fill(*_split(inputs, number)), backend)
         return pure.finish(*backend.recompute(pure, tensors + masks))
 
-    call.plain_call = plain_call  # type: ignore[attr-defined]
+    call.plain_call = plain_call
     vars(layer)["call"] = call  # `setattr` would have Keras look for layers and variables in it
 
 

@@ -173,6 +173,9 @@ class TorchBackend(Backend):
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False)
 
+    def untraced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compiler.disable(function)
+
     def in_place_of(self, x: Tensor, value: Tensor) -> Tensor:
         # Without being counted: `checkpoint` compares what both of its runs save.
         with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
