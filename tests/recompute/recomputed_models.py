@@ -19,7 +19,8 @@ class Block(layers.Layer):
         self.number = number
         self.up = layers.Dense(4 * WIDTH, "relu")
         self.normalization = NORMALIZATIONS[number % 2](momentum=0.9)
-        self.dropout = layers.Dropout(0.3)
+        # Without a seed Keras draws from PyTorch's generator, and not from a variable.
+        self.dropout = layers.Dropout(0.3, seed=number or None)
         self.down = layers.Dense(WIDTH)
         self.supports_masking = True
 
