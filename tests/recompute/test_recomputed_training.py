@@ -55,7 +55,7 @@ def test_the_run_is_that_without_it(policy, mode):
 
     def optimizer():
         sgd = keras.optimizers.SGD(0.1, momentum=0.9)
-        return kmp.scaled(sgd, kmp.DynamicLossScale(2.0**14)) if policy == "mixed_float16" else sgd
+        return kmp.scaled(sgd, kmp.DynamicLossScale(2.0**17)) if policy == "mixed_float16" else sgd
 
     model = compare(policy, mode, optimizer)
     if policy == "mixed_float16":

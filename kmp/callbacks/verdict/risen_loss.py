@@ -11,7 +11,7 @@ from kmp.callbacks.verdict.states import Verdict
 _RISEN = 1.5  # times the loss of the first batch
 _GROWN = 3.0  # times the norms with which the weights began
 _FAR = 0.03  # share of the weights that a step changes, 30 times the usual one
-_STEPS = 50  # in which weights that begin at zero have become larger than their updates
+_STEPS, _FEWER = 50, 20  # in which weights that began at zero outgrow updates; if the loss is high
 
 
 class RisenLoss(Detector):
@@ -31,7 +31,7 @@ class RisenLoss(Detector):
         if far_above and grown > _GROWN:
             blame = max(growth, key=lambda path: growth[path])
             seen = f"the weights are {grown:.2g} times as large as when fit began"
-        elif (far_above or look.report.step >= _STEPS) and share > _FAR:
+        elif look.report.step >= (_FEWER if far_above else _STEPS) and share > _FAR:
             ratios = look.report.update_ratio
             blame = max(ratios, key=lambda path: ratios[path])
             seen = f"a step changes the weights by {share:.2g} of their norm; 0.001 is usual"
