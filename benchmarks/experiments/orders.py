@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from kmp.half_memory.codes import NON_NEGATIVE, SIGNED, Code, Groups, decode, encode
+from kmp.half_memory.codes import NON_NEGATIVE, SIGNED, Code, Groups, decode, encode, scales_of
 
 GROUPS = Groups(0, 32)
 CODES = {
@@ -19,6 +19,12 @@ CODES = {
     "kmp's codes": (SIGNED, NON_NEGATIVE),
     "squares and fourth powers": (Code("int8", 2, 0, True), Code("uint8", 4, 0, False)),
 }
+
+
+def coded(x, code, uniform):
+    """What a slot is once it is encoded and decoded."""
+    scales = scales_of(GROUPS.largest(x))
+    return decode(encode(x, scales, code, GROUPS, uniform), scales, code, GROUPS)
 
 
 def train(orders, codes, steps=2000):
@@ -29,8 +35,7 @@ def train(orders, codes, steps=2000):
         if codes is None:
             return slots
         parts = zip(slots, codes, keys, strict=True)
-        found = ((encode(x, c, GROUPS, jax.random.uniform(k, x.shape)), c) for x, c, k in parts)
-        return tuple(decode(*coded, code, GROUPS) for coded, code in found)
+        return tuple(coded(x, c, jax.random.uniform(k, x.shape)) for x, c, k in parts)
 
     def step(t, state):
         weight, momentum, velocity, largest = state

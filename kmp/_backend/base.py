@@ -198,6 +198,10 @@ class Backend(abc.ABC):
             that the step may branch on them.
         """
 
+    def together(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return tensors of which XLA computes all before it uses one."""
+        return tensors
+
     def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
         """Make XLA take a sample before it updates what was sampled.
 

@@ -1,10 +1,11 @@
 """Rounding float32 to bfloat16 at random, so that a sum of small updates arrives on average.
 
 The random numbers come from a counter and not from a state: each is a hash of a seed, a step, a
-variable and the place of the element in it. So all replicas and a resumed run draw the same ones,
+weight and the place of the element in it. So all replicas and a resumed run draw the same ones,
 a sharded variable draws its own part where it lies, and XLA fuses them into the update.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -63,19 +64,41 @@ def _at_random(x: Tensor, bits: Tensor, below: int) -> Tensor:
     as_bits = backend.bitcast(x, "int32")
     # Python's operators keep int32 whatever Keras's floatx is; see `backend.hash_bits`.
     to_largest = _LARGEST - (as_bits & _MAGNITUDE)  # below 0 for inf and NaN
-    noise = ops.minimum(bits & lower, ops.where(to_largest > 0, to_largest, 0))
+    noise = ops.minimum(bits & lower, ops.maximum(to_largest, 0))
     # The noise never reaches the sign. A NaN that arithmetic makes has bits in the upper half.
     return backend.bitcast((as_bits + noise) & ~lower, "float32")
 
 
-def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) -> Tensor:
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Which 16 random bits round a number: a weight and two of its slots share 32.
+
+    Attributes:
+        number: a number of the 32 bits among those of one step.
+        part: the lower half (0), the upper one (1), or which bits of the two differ (2). Each is
+            uniform, and each two of them are independent.
+    """
+
+    number: int
+    part: int
+
+
+def part_of(bits: Tensor, part: int) -> Tensor:
+    """int32, which has a part of random bits, as `Draw` says, in its lower 16."""
+    if part == 0:
+        return bits
+    upper = ops.right_shift(bits, 16)
+    return upper if part == 1 else ops.bitwise_xor(bits, upper)
+
+
+def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, number: int) -> Tensor:
     """Random numbers that depend on nothing but the arguments and the place of each element.
 
     Args:
         shape: of the result.
         seed: int32[].
         step: int32[].
-        place: a number of the variable among those of one step.
+        number: which of those of one step.
 
     Returns:
         int32[shape], uniform over all 32 bits.
@@ -88,10 +111,10 @@ def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, place: int) ->
     Source: Salmon et al. 2011, *Parallel Random Numbers: As Easy as 1, 2, 3* (counters in place of
     a state); the hash is the finalizer of Appleby's MurmurHash3, applied twice.
     """
-    # Scalars of the step, the same for all places: XLA computes them once for all variables.
+    # Scalars of the step, the same for all numbers: XLA computes them once for all variables.
     key = backend.hash_bits(backend.hash_bits(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
     other = backend.hash_bits(key + _signed(_GOLDEN))
-    inner, outer = (_signed(_hash_number(_GOLDEN * (2 * place + i))) for i in (1, 2))
+    inner, outer = (_signed(_hash_number(_GOLDEN * (2 * number + i))) for i in (1, 2))
     hashed = backend.hash_bits(_indices(shape) + (key ^ inner))
     return backend.hash_bits(ops.bitwise_xor(hashed, other + outer))
 

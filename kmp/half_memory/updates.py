@@ -18,6 +18,7 @@ from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice, warn
 from kmp._keras import updates
 from kmp._keras.optimizer import accumulators_by_row, steps_of
+from kmp.half_memory.rounding import Draw
 from kmp.half_memory.slots import SCALES, code_of, first_value, groups_for
 from kmp.half_memory.views import (
     ROUNDING,
@@ -114,23 +115,32 @@ class _ViewMaker:
 
     def __init__(self, memory: HalfMemory, rounding: Rounding):
         self.memory, self.stored = memory, Stored(rounding.seed)
-        self._rounding, self._places = rounding, itertools.count()
+        self._rounding, self._numbers = rounding, itertools.count()
+        self._draws: dict[int, list[Draw]] = {}  # by the id of a weight: those that are left
 
-    def of(self, variable: Variable) -> Any:
-        """The view of a variable; the variable itself if it is not in half precision."""
+    def _draw(self, weight: Variable) -> Draw:
+        """Random numbers of the shape of a weight, for it or one of its slots."""
+        left = self._draws.setdefault(id(weight), [])
+        if not left:
+            number = next(self._numbers)
+            left += [Draw(number, part) for part in range(3)]
+        return left.pop(0)
+
+    def of(self, variable: Variable, weight: Variable) -> Any:
+        """The view of a weight or a slot; the variable itself if it is not in half precision."""
         if variable.dtype not in HALF_DTYPES:
             return variable
-        return Float32View(variable, self._rounding, next(self._places))
+        return Float32View(variable, self._rounding, self._draw(weight))
 
     def of_weight(self, inner: Any, variable: Variable) -> Any:
         """The view of a weight that an optimizer updates."""
         if not self.memory.master_weights or variable.dtype not in HALF_DTYPES:
-            return self.of(variable)
+            return self.of(variable, variable)
         if variable.dtype == "bfloat16":
             is_short = self.memory.master_weights == 24
             name, dtype = (SHORT_REMAINDER, "int8") if is_short else (REMAINDER, "int16")
             rest = updates.add_slot(inner, variable, name, "zeros", dtype)
-            view: Any = SplitView(variable, rest, self._rounding, next(self._places))
+            view: Any = SplitView(variable, rest, self._rounding, self._draw(variable))
         else:
             # It begins at zero: a master that does not round to its variable is not read.
             rest = updates.add_slot(inner, variable, MASTER, "zeros", "float32")
@@ -138,9 +148,9 @@ class _ViewMaker:
         self.stored.weights[id(rest)] = view
         return view
 
-    def of_slot(self, slot: Variable) -> Any:
+    def of_slot(self, slot: Variable, weight: Variable) -> Any:
         """The view of a slot."""
-        view = self.of(slot)
+        view = self.of(slot, weight)
         if view is not slot:
             self.stored.slots[id(slot)] = view
         return view
@@ -157,7 +167,7 @@ class _ViewMaker:
         scales = updates.add_slot(
             inner, weight, name + SCALES, Constant(first), "bfloat16", shape=shape
         )
-        view = CodedView(codes, scales, code, groups, self._rounding, next(self._places))
+        view = CodedView(codes, scales, code, groups, self._rounding, self._draw(weight))
         self.stored.slots[id(codes)] = view
         return view
 
@@ -232,7 +242,8 @@ def _make_slot(
     dtype = views.memory.slot_of(variable.dtype)
     if name in _SUMS and dtype in HALF_DTYPES:
         dtype = "float32"
-    return views.of_slot(updates.add_slot(inner, variable, name or "var", initializer, dtype))
+    slot = updates.add_slot(inner, variable, name or "var", initializer, dtype)
+    return views.of_slot(slot, variable)
 
 
 def _update(

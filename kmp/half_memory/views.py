@@ -10,16 +10,45 @@ from keras import ops
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
-from kmp.half_memory.codes import Code, Groups, decode, encode
-from kmp.half_memory.rounding import random_bits, round_to_24_bits, stochastic_round
+from kmp.half_memory.codes import Code, Groups, decode, encode, scales_of
+from kmp.half_memory.rounding import Draw, part_of, random_bits, round_to_24_bits, stochastic_round
 from kmp.half_memory.split import join, split
 
 ROUNDING = ("stochastic", "nearest")
+_LOWER = 2**16 - 1
 _NEAREST = 2**7  # in place of random bits: half a unit of 24 bits
 
-# By the id of a view: the view, and the value that is written when the update is over. Each thread
-# has its own, for several may trace at once.
-_in_update = threading.local()
+
+@dataclasses.dataclass
+class _Update:
+    """What waits for the end of an update.
+
+    Attributes:
+        held: by the id of a view: the view, and the value that will be written.
+        bits: random numbers that were drawn for one of the views, and are there for the others.
+    """
+
+    held: dict[int, tuple[Any, Tensor]] = dataclasses.field(default_factory=dict)
+    bits: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
+
+    def write(self) -> None:
+        """Round what is held, and write it."""
+        coded = [(view, value) for view, value in self.held.values() if isinstance(view, CodedView)]
+        # All that the scales are made of before any code. Else XLA computes the codes of one slot
+        # in the kernel that reduces the next one, where a GPU takes its time for them.
+        largest = backend.together([view.groups.largest(value) for view, value in coded])
+        for view, value in self.held.values():
+            if not isinstance(view, CodedView):
+                view.write(value)
+        for (view, value), each in zip(coded, largest, strict=True):
+            view.encode(value, each)
+
+
+_of_thread = threading.local()  # several may trace at once
+
+
+def _update() -> _Update | None:
+    return getattr(_of_thread, "update", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +66,22 @@ class Rounding:
     seed: Variable
     step: Variable
 
-    def __call__(self, value: Tensor, dtype: str, place: int) -> Tensor:
-        """Round to `dtype`, with the random numbers of the variable with this number."""
+    def __call__(self, value: Tensor, dtype: str, draw: Draw) -> Tensor:
+        """Round to `dtype`."""
         if self.mode == "nearest" or dtype != "bfloat16":
             return ops.cast(value, dtype)
-        return stochastic_round(value, self.bits(value, place))
+        return stochastic_round(value, self.bits(value, draw))
 
-    def bits(self, value: Tensor, place: int) -> Tensor:
-        """int32 in the shape of a value: random numbers of the variable with this number."""
-        seed, step = ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step)
-        return random_bits(tuple(value.shape), seed, step, place)
+    def bits(self, value: Tensor, draw: Draw) -> Tensor:
+        """int32 in the shape of a value, random in the lower 16 bits."""
+        update, key = _update(), (id(self.seed), draw.number)
+        bits = update.bits.get(key) if update else None
+        if bits is None:
+            seed, step = ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step)
+            bits = random_bits(tuple(value.shape), seed, step, draw.number)
+            if update:
+                update.bits[key] = bits
+        return part_of(bits, draw.part)
 
 
 _BaseView: Any = backend.BaseView  # a type checker takes no attribute for a base
@@ -61,11 +96,11 @@ class Float32View(_BaseView):
     Args:
         variable: the variable.
         rounding: how to round.
-        place: the number of the variable among those that are rounded in one step.
+        draw: its random numbers.
     """
 
-    def __init__(self, variable: Variable, rounding: Rounding, place: int):
-        self.variable, self._rounding, self._place = variable, rounding, place
+    def __init__(self, variable: Variable, rounding: Rounding, draw: Draw):
+        self.variable, self._rounding, self._draw = variable, rounding, draw
         self._dtype, self._autocast = "float32", False
 
     def __getattr__(self, name: str) -> Any:
@@ -77,17 +112,19 @@ class Float32View(_BaseView):
     @property
     def value(self) -> Tensor:
         """float32, what was assigned in this update or the variable's value."""
-        held = getattr(_in_update, "held", None) or {}
-        return held[id(self)][1] if id(self) in held else self.read()
+        update = _update()
+        if update and id(self) in update.held:
+            return update.held[id(self)][1]
+        return self.read()
 
     def assign(self, value: Any) -> Tensor:
         """Assign a value of the variable's shape; within `one_update`, at its end."""
         value = ops.cast(value, "float32")
-        held = getattr(_in_update, "held", None)
-        if held is None:
+        update = _update()
+        if update is None:
             self.write(value)
         else:
-            held[id(self)] = (self, value)
+            update.held[id(self)] = (self, value)
         return value
 
     def read(self) -> Tensor:
@@ -96,7 +133,7 @@ class Float32View(_BaseView):
 
     def write(self, value: Tensor) -> None:
         """Round a float32 value into the variable."""
-        self.variable.assign(self._rounding(value, self.variable.dtype, self._place))
+        self.variable.assign(self._rounding(value, self.variable.dtype, self._draw))
 
     def restore(self, value: Tensor) -> None:
         """Write a float32 value that was read elsewhere: rounded to nearest, at no step."""
@@ -111,11 +148,11 @@ class SplitView(Float32View):
         remainder: int16 variable of the same shape, or int8, with which the float32 has 24 bits.
             Zeros belong to any value of `variable`.
         rounding: how to round to 24 bits.
-        place: the number of the variable among those that are rounded in one step.
+        draw: its random numbers.
     """
 
-    def __init__(self, variable: Variable, remainder: Variable, rounding: Rounding, place: int):
-        super().__init__(variable, rounding, place)
+    def __init__(self, variable: Variable, remainder: Variable, rounding: Rounding, draw: Draw):
+        super().__init__(variable, rounding, draw)
         self.remainder = remainder
 
     def read(self) -> Tensor:
@@ -125,7 +162,7 @@ class SplitView(Float32View):
     def write(self, value: Tensor) -> None:
         """Assign both parts."""
         at_random = self.remainder.dtype == "int8" and self._rounding.mode == "stochastic"
-        self._assign(value, self._rounding.bits(value, self._place) if at_random else _NEAREST)
+        self._assign(value, self._rounding.bits(value, self._draw) if at_random else _NEAREST)
 
     def restore(self, value: Tensor) -> None:
         """Assign both parts of a float32 value that was read elsewhere, at no step."""
@@ -148,7 +185,7 @@ class CodedView(Float32View):
         code: what the codes stand for.
         groups: which of them share a scale.
         rounding: whose random numbers it draws.
-        place: the number of the variable among those that are rounded in one step.
+        draw: its random numbers.
     """
 
     def __init__(
@@ -158,28 +195,32 @@ class CodedView(Float32View):
         code: Code,
         groups: Groups,
         rounding: Rounding,
-        place: int,
+        draw: Draw,
     ):
-        super().__init__(variable, rounding, place)
-        self.scales, self._code, self._groups = scales, code, groups
+        super().__init__(variable, rounding, draw)
+        self.scales, self._code, self.groups = scales, code, groups
 
     def read(self) -> Tensor:
         """float32, what the codes stand for."""
         codes, scales = (ops.convert_to_tensor(v) for v in (self.variable, self.scales))
-        return decode(codes, scales, self._code, self._groups)
+        return decode(codes, scales, self._code, self.groups)
 
     def write(self, value: Tensor) -> None:
         """Encode a value, at random."""
-        bits = self._rounding.bits(value, self._place)
-        self._assign(value, ops.cast(bits & (2**24 - 1), "float32") * 2.0**-24)
+        self.encode(value, self.groups.largest(value))
+
+    def encode(self, value: Tensor, largest: Tensor) -> None:
+        """Encode a value, at random, whose groups have these largest magnitudes."""
+        bits = self._rounding.bits(value, self._draw)
+        self._assign(value, largest, (ops.cast(bits & _LOWER, "float32") + 0.5) * 2.0**-16)
 
     def restore(self, value: Tensor) -> None:
         """Encode a float32 value that was read elsewhere: to nearest, at no step."""
-        self._assign(value, ops.full(value.shape, 0.5, "float32"))
+        self._assign(value, self.groups.largest(value), 0.5)
 
-    def _assign(self, value: Tensor, uniform: Tensor) -> None:
-        codes, scales = encode(value, self._code, self._groups, uniform)
-        self.variable.assign(codes)
+    def _assign(self, value: Tensor, largest: Tensor, uniform: Any) -> None:
+        scales = scales_of(largest)
+        self.variable.assign(encode(value, scales, self._code, self.groups, uniform))
         self.scales.assign(scales)
 
 
@@ -194,7 +235,7 @@ class MasterView(Float32View):
     """
 
     def __init__(self, variable: Variable, master: Variable):
-        super().__init__(variable, Rounding("nearest", None, None), 0)
+        super().__init__(variable, Rounding("nearest", None, None), Draw(0, 0))
         self.master = master
 
     def read(self) -> Tensor:
@@ -218,12 +259,9 @@ def one_update() -> Iterator[None]:
 
     If an exception is raised, nothing is written.
     """
-    outer = getattr(_in_update, "held", None)
-    held: dict[int, tuple[Float32View, Tensor]] = {}
-    _in_update.held = held
+    outer, _of_thread.update = _update(), _Update()
     try:
         yield
+        _of_thread.update.write()
     finally:
-        _in_update.held = outer
-    for view, value in held.values():
-        view.write(value)
+        _of_thread.update = outer

@@ -14,6 +14,7 @@ from kmp.half_memory.codes import (
     decode,
     encode,
     groups_of,
+    scales_of,
 )
 from kmp.half_memory.rounding import random_bits
 
@@ -25,12 +26,17 @@ GROUPS = Groups(0, 32)
 
 def uniform(shape, step=0):
     bits = random_bits(shape, 0, step, 0)
-    return ops.cast(bits & (2**24 - 1), "float32") * 2.0**-24
+    return (ops.cast(bits & (2**16 - 1), "float32") + 0.5) * 2.0**-16
+
+
+def encoded(x, code, groups, u):
+    scales = scales_of(groups.largest(x))
+    return encode(x, scales, code, groups, u), ops.cast(scales, "bfloat16")
 
 
 def coded(x, code, u, groups=GROUPS):
     """What a number is once it is encoded and decoded, in float64."""
-    parts = encode(ops.convert_to_tensor(x), code, groups, u)
+    parts = encoded(ops.convert_to_tensor(x), code, groups, u)
     return np.array(ops.convert_to_numpy(decode(*parts, code, groups))).astype("float64")
 
 
@@ -134,13 +140,13 @@ def largest_step(orders, steps=400):
         rate = ops.sqrt(1 - 0.999**t) / (1 - 0.9**t)
         change = rate * momentum / (ops.sqrt(velocity) + 1e-30)
         coded = (
-            encode(momentum, SIGNED, GROUPS, uniform(weight.shape, 3 * step)),
-            encode(velocity, NON_NEGATIVE, GROUPS, uniform(weight.shape, 3 * step + 1)),
+            encoded(momentum, SIGNED, GROUPS, uniform(weight.shape, 3 * step)),
+            encoded(velocity, NON_NEGATIVE, GROUPS, uniform(weight.shape, 3 * step + 1)),
         )
         return weight - 1e-3 * change, *coded, ops.maximum(largest, ops.max(ops.abs(change)))
 
     zeros = ops.zeros(steepness.shape)
-    start = [encode(zeros, code, GROUPS, 0.5) for code in (SIGNED, NON_NEGATIVE)]
+    start = [encoded(zeros, code, GROUPS, 0.5) for code in (SIGNED, NON_NEGATIVE)]
     *_, largest = ops.fori_loop(0, steps, body, (zeros, *start, ops.zeros(())))
     return float(largest)
 

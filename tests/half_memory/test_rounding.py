@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from kmp.half_memory.rounding import random_bits, stochastic_round
+from kmp.half_memory.rounding import part_of, random_bits, stochastic_round
 
 pytestmark = pytest.mark.gpu
 
@@ -14,18 +14,19 @@ LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 NUMBER = 1 << 16
 
 
-def rounded(x, seed=0, step=0, place=0):
+def rounded(x, seed=0, step=0, number=0):
     """Round float32 numbers, with other random bits for each, to float64."""
     x = np.asarray(x, "float32")
-    bits = random_bits(x.shape, seed, step, place)
+    bits = random_bits(x.shape, seed, step, number)
     result = stochastic_round(ops.convert_to_tensor(x), bits)
     assert keras.backend.standardize_dtype(result.dtype) == "bfloat16"
     return ops.convert_to_numpy(ops.cast(result, "float32")).astype("float64")
 
 
-def uniform(*counters, shape=(256, 256)):
+def uniform(*counters, part=0, shape=(256, 256)):
     """The lower 16 bits, of which the rounding is made, around 0 and of variance 1."""
-    bits = ops.convert_to_numpy(random_bits(shape, *counters)).astype("int64").ravel()
+    bits = part_of(random_bits(shape, *counters), part)
+    bits = ops.convert_to_numpy(bits).astype("int64").ravel()
     return ((bits & 0xFFFF) + 0.5 - 2.0**15) / 2.0**16 * np.sqrt(12)
 
 
@@ -64,14 +65,14 @@ def test_a_finite_number_never_becomes_infinite(x):
 
 def test_bits_are_uniform_and_uncorrelated():
     counters = [(s, t, p) for s in (0, 7) for t in (0, 1, 2, 1000) for p in range(4)]
-    drawn = np.stack([uniform(*each) for each in counters])
+    drawn = np.stack([uniform(*each, part=part) for each in counters for part in range(3)])
     number = drawn.shape[1]
-    # A sum of independent terms of variance 1: five standard deviations, for 2,000 of them.
-    bound = 5 * np.sqrt(number)
+    # A sum of independent terms of variance 1: six standard deviations, for 20,000 of them.
+    bound = 6 * np.sqrt(number)
     assert np.all(np.abs(drawn.sum(1)) < bound)
     assert np.all(np.abs((drawn**2 - 1).sum(1)) < bound)
     upper = np.triu_indices(len(drawn), 1)
-    for shift in (0, 1, 2, 256):  # variables, steps and seeds; neighbours along both axes
+    for shift in (0, 1, 2, 256):  # parts, variables, steps and seeds; neighbours along both axes
         products = drawn[:, : number - shift] @ drawn[:, shift:].T
         assert np.all(np.abs(products[upper]) < bound), shift
         if shift:
@@ -99,11 +100,11 @@ def murmur3(x):
     return x ^ x >> 16
 
 
-def hashed(index, seed, step, place):
+def hashed(index, seed, step, number):
     """`random_bits` of one element, in Python's integers."""
     golden = 0x9E3779B9
     key = murmur3((murmur3(seed) + step) % 2**32)
-    inner, outer = (murmur3((2 * place + i) * golden % 2**32) for i in (1, 2))
+    inner, outer = (murmur3((2 * number + i) * golden % 2**32) for i in (1, 2))
     mixed = murmur3((index + (key ^ inner)) % 2**32)
     return murmur3(mixed ^ (murmur3((key + golden) % 2**32) + outer) % 2**32)
 

@@ -14,7 +14,7 @@ from oracle import BACKEND, MODES, Run, few, number
 
 import kmp
 from kmp.half_memory import updates
-from kmp.half_memory.rounding import random_bits, stochastic_round
+from kmp.half_memory.rounding import part_of, random_bits, stochastic_round
 from kmp.half_memory.views import MasterView
 
 pytestmark = pytest.mark.gpu
@@ -231,18 +231,19 @@ def test_one_step_is_the_rounding_of_float32(rounding, mode):
         for i, gradient in enumerate(gradients):
             momentum = momenta[i] * np.float32(0.5) - gradient * np.float32(0.5)
             weight = weights[i] + momentum
-            weights[i] = as_stored(weight, rounding, 9, step, i)
-            momenta[i] = as_stored(momentum, rounding, 9, step, i + len(SHAPES))
+            weights[i] = as_stored(weight, rounding, (9, step, i), 0)
+            momenta[i] = as_stored(momentum, rounding, (9, step, i), 1)
     for a, b in zip(values(half.variables), weights, strict=True):
         np.testing.assert_array_equal(a, b)
     for a, b in zip(values(slots_of(half).values()), momenta, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def as_stored(x, rounding, seed, step, place):
+def as_stored(x, rounding, counters, part):
     if rounding == "nearest":
         return x.astype(BFLOAT16).astype("float32")
-    rounded = stochastic_round(ops.convert_to_tensor(x), random_bits(x.shape, seed, step, place))
+    bits = part_of(random_bits(x.shape, *counters), part)
+    rounded = stochastic_round(ops.convert_to_tensor(x), bits)
     return ops.convert_to_numpy(ops.cast(rounded, "float32"))
 
 

@@ -96,6 +96,9 @@ class JaxBackend(Backend):
             return jax.device_get((list(measured), list(others)))
         return jax.lax.optimization_barrier(list(measured)), others
 
+    def together(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return jax.lax.optimization_barrier(list(tensors))
+
     def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
         # By a dot product, which XLA's CPU compiler copies into no update.
         if self.is_concrete(finite):

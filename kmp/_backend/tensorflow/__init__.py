@@ -161,6 +161,11 @@ class TensorFlowBackend(Backend):
             measured = gen_xla_ops.xla_optimization_barrier(list(measured))
         return measured, others
 
+    def together(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if tensors and self.inside_xla():
+            return gen_xla_ops.xla_optimization_barrier(list(tensors))
+        return tensors
+
     def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
         if not self.inside_xla():
             return finite
