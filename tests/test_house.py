@@ -254,15 +254,15 @@ PRIVATE = {
         _overwrite_model_variables_with_average_value _trainable_variables_indices
         _update_model_variables_moving_average _var_key _variables
         BaseOptimizer KerasVariable _exclude_from_weight_decay _layout _parallel_update_step
-        _direct_assign _dtype _exclude_from_weight_decay_pattern _initialize
+        _direct_assign _dtype _exclude_from_weight_decay_pattern _initialize _use_weight_decay
     """,
 }
 # What a later release no longer has, by that release.
 GONE = {"3.12.0": "_record_training_state_sharding_spec"}
 # Of TensorFlow, of PyTorch, and of kmp itself.
 NOT_OF_KERAS = {
-    *("_rng", "_C", "_are_functorch_transforms_active", "_foreach_mul", "_foreach_norm"),
-    *("_base", "_get_function", "_has_action"),
+    *("_rng", "_C", "_are_functorch_transforms_active", "_foreach_copy_", "_foreach_mul"),
+    *("_foreach_norm", "_base", "_get_function", "_has_action"),
 }
 
 

@@ -281,6 +281,22 @@ class Backend(abc.ABC):
         """
         return then() if bool(pred) else otherwise
 
+    def block_size(self) -> int | None:
+        """Return how many numbers are best updated at once; None where XLA compiles updates."""
+        return None
+
+    def are_in_place(self, variables: Sequence[Variable]) -> bool:
+        """Tell whether rows of variables can be written: the functions below are for such."""
+        return False
+
+    def read_rows(self, parts: Sequence[tuple[Any, slice]]) -> Tensor:
+        """Return rows of a variable or tensor, or those of several, joined to a vector."""
+        raise NotImplementedError
+
+    def write_rows(self, parts: Sequence[tuple[Variable, slice]], value: Tensor) -> None:
+        """Assign to rows of variables what `read_rows` would return, in their dtype."""
+        raise NotImplementedError
+
     def copied_values(self, variables: Sequence[Variable]) -> list[Tensor]:
         """Return the present values of variables, which later assignments do not change."""
         return [v.value for v in variables]
@@ -456,6 +472,22 @@ class Backend(abc.ABC):
             x = x * factor
             x = ops.bitwise_xor(x, _shifted(x, by))
         return x
+
+    def add_noise(self, x: Tensor, bits: Tensor, mask: int, end: float) -> Tensor:
+        """Add random bits to those of numbers, and set these bits to zero.
+
+        Args:
+            x: float32[...].
+            bits: int32[...].
+            mask: which bits.
+            end: the magnitude from which on a number is not added to.
+
+        Returns:
+            int32[...], the bits of float32.
+        """
+        # Python's operators keep int32 whatever Keras's floatx is; see `hash_bits`.
+        noise = ops.where(ops.abs(x) < end, bits & mask, 0)
+        return (self.bitcast(x, "int32") + noise) & ~mask
 
     def read(self, model: Any, variables: list[Variable], each: bool = False) -> list[Tensor]:
         """Return the present values of variables of a model, its optimizer or its metrics.

@@ -112,7 +112,7 @@ def update_by(optimizer: Any, views: Sequence[Any], update: Callable[..., None])
     """
     optimizer.update_step = update
     optimizer._apply_weight_decay = _leave_as_they_are
-    if hasattr(optimizer, "_parallel_update_step"):
+    if is_parallel(optimizer):
         updates_all = _owner(type(optimizer), "_backend_update_step")
         # Nadam's own, which comes next, moves its product of momenta first.
         optimizer._backend_update_step = super(updates_all, optimizer)._backend_update_step
@@ -120,6 +120,35 @@ def update_by(optimizer: Any, views: Sequence[Any], update: Callable[..., None])
         for name in _OF_AVERAGES:
             of_views = functools.partial(_on_views, getattr(BaseOptimizer, name), optimizer, views)
             setattr(optimizer, name, of_views)
+
+
+def is_parallel(optimizer: Any) -> bool:
+    """Whether it is one of Keras's that update all variables in place on PyTorch.
+
+    Those compute each number by itself.
+    """
+    return hasattr(optimizer, "_parallel_update_step")
+
+
+def update_together_by(optimizer: Any, update: Callable[..., None]) -> None:
+    """Let a function update all variables, which takes lists of gradients and of variables.
+
+    Args:
+        optimizer: one that `is_parallel`, after `update_by`.
+        update: takes gradients, variables and the learning rate.
+    """
+    begin = optimizer._backend_update_step
+
+    def update_all(gradients: Any, variables: Any, learning_rate: Any) -> None:
+        begin([], [], learning_rate)  # Nadam's product of momenta
+        update(gradients, variables, learning_rate)
+
+    optimizer._backend_update_step = update_all
+
+
+def decays(optimizer: Any, variable: Any) -> bool:
+    """`_use_weight_decay`: whether the weight decay of an optimizer concerns a variable."""
+    return bool(optimizer.weight_decay is not None and optimizer._use_weight_decay(variable))
 
 
 def _owner(cls: type, name: str) -> Any:

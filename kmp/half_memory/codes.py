@@ -148,19 +148,20 @@ def encode(x: Tensor, scales: Tensor, code: Code, groups: Groups, uniform: Tenso
     place = (code.levels + code.offset) * root - code.offset
     lower = ops.clip(ops.floor(place), 0.0, code.levels - 1.0)
     below, above = _value(lower, code), _above_zero(lower + 1, code)
-    codes = ops.where(share - below > uniform * (above - below), lower + 1, lower)
+    # By sums and products, since a select takes PyTorch ten times as long.
+    codes = lower + ops.cast(share - below > uniform * (above - below), "float32")
     if not code.reaches_zero:
-        codes = ops.where(ops.logical_and(codes == 0, x > 0), 1.0, codes)
+        codes = ops.maximum(codes, ops.sign(x))
     if code.dtype == "int8":
-        codes = ops.where(x < 0, -codes, codes)
+        codes = codes * ops.sign(x)
     return ops.cast(codes, code.dtype)
 
 
 def decode(codes: Tensor, scales: Tensor, code: Code, groups: Groups) -> Tensor:
     """float32, what codes and scales stand for."""
     codes = ops.cast(codes, "float32")
-    magnitudes = _value(ops.abs(codes), code) * groups.spread(ops.cast(scales, "float32"))
-    return ops.where(codes < 0, -magnitudes, magnitudes)
+    values = _above_zero(ops.abs(codes), code) * ops.sign(codes)
+    return values * groups.spread(ops.cast(scales, "float32"))
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
 
 def _value(codes: Tensor, code: Code) -> Tensor:
     """What a code stands for beside a scale of 1."""
-    return ops.where(codes == 0, 0.0, _above_zero(codes, code))
+    return _above_zero(codes, code) * ops.minimum(codes, 1.0)
 
 
 def _above_zero(codes: Tensor, code: Code) -> Tensor:

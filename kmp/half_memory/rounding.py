@@ -9,12 +9,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from keras import ops
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor
 
-_MAGNITUDE = 2**31 - 1
 _LARGEST = 0x7F7FFFFF  # the last float32 before inf; its upper half is the last bfloat16
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: spreads consecutive numbers
 
@@ -61,12 +61,10 @@ def round_to_24_bits(x: Tensor, bits: Tensor) -> Tensor:
 def _at_random(x: Tensor, bits: Tensor, below: int) -> Tensor:
     """float32 whose lower bits, so many of them, are zero."""
     lower = 2**below - 1
-    as_bits = backend.bitcast(x, "int32")
-    # Python's operators keep int32 whatever Keras's floatx is; see `backend.hash_bits`.
-    to_largest = _LARGEST - (as_bits & _MAGNITUDE)  # below 0 for inf and NaN
-    noise = ops.minimum(bits & lower, ops.maximum(to_largest, 0))
-    # The noise never reaches the sign. A NaN that arithmetic makes has bits in the upper half.
-    return backend.bitcast((as_bits + noise) & ~lower, "float32")
+    # From here on no noise: it would reach infinity, or make another number of it or of NaN. (A NaN
+    # that arithmetic makes has bits in the upper half.)
+    end = float(np.uint32(_LARGEST & ~lower).view("float32"))
+    return backend.bitcast(backend.add_noise(x, bits, lower, end), "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +109,45 @@ def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, number: int) -
     Source: Salmon et al. 2011, *Parallel Random Numbers: As Easy as 1, 2, 3* (counters in place of
     a state); the hash is the finalizer of Appleby's MurmurHash3, applied twice.
     """
-    # Scalars of the step, the same for all numbers: XLA computes them once for all variables.
-    key = backend.hash_bits(backend.hash_bits(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
-    other = backend.hash_bits(key + _signed(_GOLDEN))
-    inner, outer = (_signed(_hash_number(_GOLDEN * (2 * number + i))) for i in (1, 2))
+    key, other = keys_of(seed, step)
+    inner, outer = _of_number(number)
     hashed = backend.hash_bits(_indices(shape) + (key ^ inner))
     return backend.hash_bits(ops.bitwise_xor(hashed, other + outer))
+
+
+def random_bits_of(draws: Sequence[tuple[int, int, int]], keys: tuple[Tensor, Tensor]) -> Tensor:
+    """Parts of what `random_bits` draws, one after the other.
+
+    Args:
+        draws: for each the number, the first element and how many.
+        keys: of the seed and the step.
+
+    Returns:
+        int32[sum of elements].
+    """
+    key, other = keys
+    begun, outer = [], []
+    for number, first, count in draws:
+        of_inner, of_outer = _of_number(number)
+        indices = ops.arange(count, dtype="int32")
+        begun.append(indices + ((key ^ of_inner) + _signed(first)))
+        outer.append(other + of_outer)
+    if len(draws) == 1:
+        return backend.hash_bits(ops.bitwise_xor(backend.hash_bits(begun[0]), outer[0]))
+    each = ops.repeat(ops.stack(outer), ops.convert_to_tensor([n for *_, n in draws], "int32"))
+    return backend.hash_bits(ops.bitwise_xor(backend.hash_bits(ops.concatenate(begun)), each))
+
+
+def keys_of(seed: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 scalars of a step, the same for all numbers: XLA computes them once."""
+    key = backend.hash_bits(backend.hash_bits(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
+    return key, backend.hash_bits(key + _signed(_GOLDEN))
+
+
+def _of_number(number: int) -> tuple[int, int]:
+    """What is mixed into each of the two rounds."""
+    inner, outer = (_signed(_hash_number(_GOLDEN * (2 * number + i))) for i in (1, 2))
+    return inner, outer
 
 
 def _indices(shape: Sequence[int]) -> Tensor:

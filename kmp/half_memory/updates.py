@@ -8,7 +8,8 @@ half-precision variables: their code is Keras's own, and each variable is rounde
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras.initializers import Constant
@@ -18,6 +19,7 @@ from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice, warn
 from kmp._keras import updates
 from kmp._keras.optimizer import accumulators_by_row, steps_of
+from kmp.half_memory.blocks import Block, Member, blocks_of
 from kmp.half_memory.rounding import Draw
 from kmp.half_memory.slots import SCALES, code_of, first_value, groups_for
 from kmp.half_memory.views import (
@@ -117,6 +119,7 @@ class _ViewMaker:
         self.memory, self.stored = memory, Stored(rounding.seed)
         self._rounding, self._numbers = rounding, itertools.count()
         self._draws: dict[int, list[Draw]] = {}  # by the id of a weight: those that are left
+        self.slots: dict[int, list[Any]] = {}  # by the id of a weight: what its update assigns
 
     def _draw(self, weight: Variable) -> Draw:
         """Random numbers of the shape of a weight, for it or one of its slots."""
@@ -221,7 +224,12 @@ def _build(inner: Any, views: _ViewMaker, variables: Sequence[Variable]) -> None
     of_weights = [views.of_weight(inner, v) for v in variables]
     make_slot = functools.partial(_make_slot, inner, views)
     updates.build_on_views(inner, variables, of_weights, make_slot)
-    updates.update_by(inner, of_weights, functools.partial(_update, inner, of_weights))
+    update = functools.partial(_update, inner, of_weights)
+    updates.update_by(inner, of_weights, update)
+    size = backend.block_size()
+    if size and updates.is_parallel(inner):
+        in_blocks = _InBlocks(inner, of_weights, views.slots, update, size)
+        updates.update_together_by(inner, in_blocks)
     if views.memory.master_weights:
         updates.finish_on_views(inner, of_weights)
 
@@ -235,10 +243,19 @@ def _make_slot(
 ) -> Any:
     """`add_variable_from_reference` of an optimizer, with the dtype that was chosen for slots."""
     variable = getattr(reference_variable, "variable", reference_variable)  # of a view
+    view = None
     if views.memory.slot_dtype == "int8":
         view = views.of_coded_slot(inner, variable, name or "var", initializer)
-        if view is not None:
-            return view
+    if view is None:
+        view = _uncoded_slot(inner, views, variable, name, initializer)
+    if name not in _SUMS:
+        views.slots.setdefault(id(variable), []).append(view)
+    return view
+
+
+def _uncoded_slot(
+    inner: Any, views: _ViewMaker, variable: Variable, name: str | None, initializer: Any
+) -> Any:
     dtype = views.memory.slot_of(variable.dtype)
     if name in _SUMS and dtype in HALF_DTYPES:
         dtype = "float32"
@@ -256,6 +273,70 @@ def _update(
     with one_update():
         updates.decay_weights(inner, view)
         updates.update_one(inner, backend.dense(gradient), view, learning_rate)
+
+
+class _InBlocks:
+    """Does the updates of all weights, of most of them in blocks; see `blocks.py`.
+
+    Args:
+        inner: an optimizer of Keras's, which computes each number by itself.
+        views: of its weights.
+        slots: of each weight, by its id: what its update assigns.
+        update: updates one weight.
+        size: how many numbers a block has, about.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        views: Sequence[Any],
+        slots: Mapping[int, Sequence[Any]],
+        update: Callable[..., None],
+        size: int,
+    ):
+        self._inner, self._update, self._size = inner, update, size
+        self._members = [self._member(view, slots) for view in views]
+        self._blocks: dict[tuple[int, ...], list[Block]] = {}
+
+    def __call__(
+        self, gradients: Sequence[Tensor], variables: Sequence[Variable], learning_rate: Tensor
+    ) -> None:
+        """Update variables."""
+        given: dict[int, Tensor] = {}  # by the ids of the views
+        members = []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            member = self._members[updates.row_of(self._inner, variable)]
+            if member is None or not backend.are_in_place(member.variables()):
+                self._update(gradient, variable, learning_rate)
+            else:
+                given[id(member.view)] = gradient
+                members.append(member)
+        keys: list[Any] = []  # the same for all
+        for each in self._blocks_of(members):
+            block = dataclasses.replace(each, keys=keys)
+            with one_update(block):
+                updates.decay_weights(self._inner, block.view)
+                gradient = block.gradient(given)
+                updates.update_one(self._inner, gradient, block.view, learning_rate)
+
+    def _blocks_of(self, members: Sequence[Member]) -> list[Block]:
+        key = tuple(id(member) for member in members)
+        if key not in self._blocks:
+            self._blocks[key] = blocks_of(members, self._size)
+        return self._blocks[key]
+
+    def _member(self, view: Any, slots: Mapping[int, Sequence[Any]]) -> Member | None:
+        """None if the weight is updated by itself."""
+        if not isinstance(view, (Float32View, SplitView)) or isinstance(view, MasterView):
+            return None
+        of_weight = tuple(slots.get(id(view.variable), ()))
+        if not view.shape or not all(isinstance(each, Float32View) for each in of_weight):
+            return None
+        groups = [each.groups for each in of_weight if isinstance(each, CodedView)]
+        rows = math.lcm(*(each.size for each in groups if each.axis == 0))
+        kinds = [(type(each), each.variable.dtype, each.draw.part) for each in (view, *of_weight)]
+        decays = updates.decays(self._inner, view)
+        return Member(view, of_weight, rows, None if groups else (decays, *kinds))
 
 
 def exact_weights(stored: Stored | None) -> dict[int, Tensor]:

@@ -10,8 +10,17 @@ from keras import ops
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
+from kmp.half_memory.blocks import Block
 from kmp.half_memory.codes import Code, Groups, decode, encode, scales_of
-from kmp.half_memory.rounding import Draw, part_of, random_bits, round_to_24_bits, stochastic_round
+from kmp.half_memory.rounding import (
+    Draw,
+    keys_of,
+    part_of,
+    random_bits,
+    random_bits_of,
+    round_to_24_bits,
+    stochastic_round,
+)
 from kmp.half_memory.split import join, split
 
 ROUNDING = ("stochastic", "nearest")
@@ -26,8 +35,10 @@ class _Update:
     Attributes:
         held: by the id of a view: the view, and the value that will be written.
         bits: random numbers that were drawn for one of the views, and are there for the others.
+        block: what is updated; None: one weight, whole.
     """
 
+    block: Block | None = None
     held: dict[int, tuple[Any, Tensor]] = dataclasses.field(default_factory=dict)
     bits: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
 
@@ -66,22 +77,29 @@ class Rounding:
     seed: Variable
     step: Variable
 
-    def __call__(self, value: Tensor, dtype: str, draw: Draw) -> Tensor:
-        """Round to `dtype`."""
+    def __call__(self, value: Tensor, dtype: str, view: Any) -> Tensor:
+        """Round to `dtype`, with the random numbers of a view."""
         if self.mode == "nearest" or dtype != "bfloat16":
             return ops.cast(value, dtype)
-        return stochastic_round(value, self.bits(value, draw))
+        return stochastic_round(value, self.bits(value, view))
 
-    def bits(self, value: Tensor, draw: Draw) -> Tensor:
+    def bits(self, value: Tensor, view: Any) -> Tensor:
         """int32 in the shape of a value, random in the lower 16 bits."""
-        update, key = _update(), (id(self.seed), draw.number)
+        update, key = _update(), (id(self.seed), view.draw.number)
         bits = update.bits.get(key) if update else None
         if bits is None:
-            seed, step = ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step)
-            bits = random_bits(tuple(value.shape), seed, step, draw.number)
+            bits = self._bits(value, view, update.block if update else None)
             if update:
                 update.bits[key] = bits
-        return part_of(bits, draw.part)
+        return part_of(bits, view.draw.part)
+
+    def _bits(self, value: Tensor, view: Any, block: Block | None) -> Tensor:
+        seed, step = ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step)
+        if block is None:
+            return random_bits(tuple(value.shape), seed, step, view.draw.number)
+        if not block.keys:
+            block.keys.append(keys_of(seed, step))
+        return ops.reshape(random_bits_of(block.draws(view), block.keys[0]), value.shape)
 
 
 _BaseView: Any = backend.BaseView  # a type checker takes no attribute for a base
@@ -100,7 +118,7 @@ class Float32View(_BaseView):
     """
 
     def __init__(self, variable: Variable, rounding: Rounding, draw: Draw):
-        self.variable, self._rounding, self._draw = variable, rounding, draw
+        self.variable, self._rounding, self.draw = variable, rounding, draw
         self._dtype, self._autocast = "float32", False
 
     def __getattr__(self, name: str) -> Any:
@@ -127,13 +145,31 @@ class Float32View(_BaseView):
             update.held[id(self)] = (self, value)
         return value
 
+    def parts(self) -> list[Variable]:
+        """The variables that hold it."""
+        return [self.variable]
+
     def read(self) -> Tensor:
         """float32, the variable's value."""
-        return ops.cast(self.variable, "float32")
+        return ops.cast(self._get("variable"), "float32")
 
     def write(self, value: Tensor) -> None:
         """Round a float32 value into the variable."""
-        self.variable.assign(self._rounding(value, self.variable.dtype, self._draw))
+        self._set("variable", self._rounding(value, self.variable.dtype, self))
+
+    def _get(self, part: str) -> Tensor:
+        """The value of one of the variables; of a block, if one is updated."""
+        update = _update()
+        if update is None or update.block is None:
+            return ops.convert_to_tensor(getattr(self, part))
+        return backend.read_rows(update.block.rows(self, part))
+
+    def _set(self, part: str, value: Tensor) -> None:
+        update = _update()
+        if update is None or update.block is None:
+            getattr(self, part).assign(value)
+        else:
+            backend.write_rows(update.block.rows(self, part), value)
 
     def restore(self, value: Tensor) -> None:
         """Write a float32 value that was read elsewhere: rounded to nearest, at no step."""
@@ -155,25 +191,32 @@ class SplitView(Float32View):
         super().__init__(variable, rounding, draw)
         self.remainder = remainder
 
+    def parts(self) -> list[Variable]:
+        """The variables that hold it."""
+        return [self.variable, self.remainder]
+
     def read(self) -> Tensor:
         """float32, what both parts are."""
-        return join(ops.convert_to_tensor(self.variable), ops.convert_to_tensor(self.remainder))
+        return join(self._get("variable"), self._get("remainder"))
 
     def write(self, value: Tensor) -> None:
         """Assign both parts."""
         at_random = self.remainder.dtype == "int8" and self._rounding.mode == "stochastic"
-        self._assign(value, self._rounding.bits(value, self._draw) if at_random else _NEAREST)
+        self._assign(value, self._rounding.bits(value, self) if at_random else self._nearest(value))
 
     def restore(self, value: Tensor) -> None:
         """Assign both parts of a float32 value that was read elsewhere, at no step."""
-        self._assign(value, _NEAREST)
+        self._assign(value, self._nearest(value))
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        return ops.full(value.shape, _NEAREST, "int32")
 
     def _assign(self, value: Tensor, bits: Tensor) -> None:
         if self.remainder.dtype == "int8":
             value = round_to_24_bits(value, bits)
         weight, remainder = split(value, self.remainder.dtype)
-        self.variable.assign(weight)
-        self.remainder.assign(remainder)
+        self._set("variable", weight)
+        self._set("remainder", remainder)
 
 
 class CodedView(Float32View):
@@ -200,10 +243,13 @@ class CodedView(Float32View):
         super().__init__(variable, rounding, draw)
         self.scales, self._code, self.groups = scales, code, groups
 
+    def parts(self) -> list[Variable]:
+        """The variables that hold it."""
+        return [self.variable, self.scales]
+
     def read(self) -> Tensor:
         """float32, what the codes stand for."""
-        codes, scales = (ops.convert_to_tensor(v) for v in (self.variable, self.scales))
-        return decode(codes, scales, self._code, self.groups)
+        return decode(self._get("variable"), self._get("scales"), self._code, self.groups)
 
     def write(self, value: Tensor) -> None:
         """Encode a value, at random."""
@@ -211,7 +257,7 @@ class CodedView(Float32View):
 
     def encode(self, value: Tensor, largest: Tensor) -> None:
         """Encode a value, at random, whose groups have these largest magnitudes."""
-        bits = self._rounding.bits(value, self._draw)
+        bits = self._rounding.bits(value, self)
         self._assign(value, largest, (ops.cast(bits & _LOWER, "float32") + 0.5) * 2.0**-16)
 
     def restore(self, value: Tensor) -> None:
@@ -220,8 +266,8 @@ class CodedView(Float32View):
 
     def _assign(self, value: Tensor, largest: Tensor, uniform: Any) -> None:
         scales = scales_of(largest)
-        self.variable.assign(encode(value, scales, self._code, self.groups, uniform))
-        self.scales.assign(scales)
+        self._set("variable", encode(value, scales, self._code, self.groups, uniform))
+        self._set("scales", scales)
 
 
 class MasterView(Float32View):
@@ -254,12 +300,15 @@ class MasterView(Float32View):
 
 
 @contextlib.contextmanager
-def one_update() -> Iterator[None]:
+def one_update(block: Block | None = None) -> Iterator[None]:
     """Within, views keep what they are assigned in float32; at the end they round and write it.
 
     If an exception is raised, nothing is written.
+
+    Args:
+        block: what the views of its first member read and write; None: all of their variables.
     """
-    outer, _of_thread.update = _update(), _Update()
+    outer, _of_thread.update = _update(), _Update(block)
     try:
         yield
         _of_thread.update.write()

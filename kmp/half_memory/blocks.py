@@ -1,0 +1,132 @@
+"""Updates of several weights together, and of a large one part by part.
+
+Where nothing compiles an update, each of its hundred operations is called and writes its result. Of
+small weights the calls take the time, so they are joined; of large ones on a CPU new memory does,
+so they are taken in parts that stay in its cache. The numbers are those of updates one by one.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kmp._backend import backend
+from kmp._backend.types import Tensor, Variable
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A weight whose update is computed element by element, through views alone.
+
+    Attributes:
+        view: of the weight.
+        slots: the views of its slots, in the order in which the optimizer made them.
+        rows: how many rows at least belong together, since they share scales.
+        kind: what is the same for all weights that may be joined; None: it is joined with none.
+    """
+
+    view: Any
+    slots: tuple[Any, ...]
+    rows: int
+    kind: Any
+
+    @property
+    def length(self) -> int:
+        """How many rows it has: the first axis."""
+        return int(self.view.shape[0])
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(map(int, self.view.shape))
+
+    def variables(self) -> list[Variable]:
+        """All that the update reads and writes."""
+        return [v for view in (self.view, *self.slots) for v in view.parts()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Rows of a member."""
+
+    member: Member
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What one update is of: rows of a weight, or weights of one kind, joined to a vector.
+
+    An optimizer is given the views of the first member. In them lie those of the others too.
+
+    Attributes:
+        pieces: the rows.
+        keys: of the random numbers of this step, once a block of it has asked for them.
+    """
+
+    pieces: tuple[Piece, ...]
+    keys: list[Any] = dataclasses.field(default_factory=list, compare=False)
+
+    @property
+    def view(self) -> Any:
+        """The weight that the optimizer is called with."""
+        return self.pieces[0].member.view
+
+    def gradient(self, gradients: Mapping[int, Tensor]) -> Tensor:
+        """float32, from the gradients of the weights, by the ids of their views."""
+        parts = [(gradients[id(p.member.view)], slice(p.start, p.stop)) for p in self.pieces]
+        return backend.read_rows(parts)
+
+    def rows(self, view: Any, part: str) -> list[tuple[Variable, slice]]:
+        """Where the numbers of a view of the first member lie: in which variables, and rows."""
+        found = []
+        for view_of_piece, piece in zip(self._peers(view), self.pieces, strict=True):
+            variable, length = getattr(view_of_piece, part), piece.member.length
+            rows = int(variable.shape[0])  # there are fewer scales than numbers
+            start, stop = (i * rows // length for i in (piece.start, piece.stop))
+            found.append((variable, slice(start, stop)))
+        return found
+
+    def draws(self, view: Any) -> list[tuple[int, int, int]]:
+        """The random numbers of each piece: their number, the first element and how many."""
+        found = []
+        for view_of_piece, piece in zip(self._peers(view), self.pieces, strict=True):
+            of_row = piece.member.size // piece.member.length
+            count = (piece.stop - piece.start) * of_row
+            found.append((view_of_piece.draw.number, piece.start * of_row, count))
+        return found
+
+    def _peers(self, view: Any) -> list[Any]:
+        first = self.pieces[0].member
+        places = {id(x): i for i, x in enumerate((first.view, *first.slots))}
+        place = places[id(view)]
+        return [(p.member.view, *p.member.slots)[place] for p in self.pieces]
+
+
+def blocks_of(members: Sequence[Member], limit: int) -> list[Block]:
+    """Join small members of one kind, and take large ones part by part.
+
+    Args:
+        members: weights.
+        limit: how many numbers a block has, about.
+    """
+    blocks: list[Block] = []
+    open_pieces: dict[Any, list[Piece]] = {}
+    for member in members:
+        if member.kind is None or member.size > limit:
+            blocks += _parts_of(member, limit)
+            continue
+        pieces = open_pieces.setdefault(member.kind, [])
+        if sum(p.member.size for p in pieces) + member.size > limit:
+            blocks.append(Block(tuple(pieces)))
+            pieces.clear()
+        pieces.append(Piece(member, 0, member.length))
+    return blocks + [Block(tuple(pieces)) for pieces in open_pieces.values()]
+
+
+def _parts_of(member: Member, limit: int) -> list[Block]:
+    together = member.size // member.length * member.rows  # numbers that must not be parted
+    rows = max(1, limit // together) * member.rows
+    starts = range(0, member.length, rows)
+    return [Block((Piece(member, i, min(i + rows, member.length)),)) for i in starts]
