@@ -91,6 +91,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links to files of the repository at their pages."""
     uri = page.file.src_uri
+    if uri.startswith("messages/"):
+        page.meta["search"] = {"boost": 2}  # who searches has seen something
+    elif uri == "license.md":
+        page.meta["search"] = {"exclude": True}
     path = {uri: path for path, uri in MOVED.items()}.get(uri, f"docs/{uri}")
     if uri.startswith("notebooks/"):
         path = uri
