@@ -387,12 +387,12 @@ def test_set_floatx():
     try:
         assert (keras.backend.result_type("int32", float), total()) == ("float16", 256)
         cure("set_floatx")
+        assert (keras.backend.result_type("int32", float), total()) == ("float32", 257)
+        layer = keras.layers.Dense(1)
+        layer.build((None, 8))
+        assert (layer.compute_dtype, layer.kernel.dtype) == ("bfloat16", "float32")
     finally:
         keras.config.set_floatx("float32")
-    assert (keras.backend.result_type("int32", float), total()) == ("float32", 257)
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
-    assert model.layers[0].compute_dtype == "bfloat16"
-    assert model.layers[0].kernel.dtype == "float32"
 
 
 @pytest.mark.slow
