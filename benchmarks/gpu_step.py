@@ -46,7 +46,9 @@ def main() -> None:
     arguments = parser.parse_args()
     keras.config.set_dtype_policy(arguments.policy)
     variants = HALF_MEMORY if arguments.half_memory else OPTIMIZERS
-    names = [arguments.only] if arguments.only else list(variants)
+    if arguments.only:
+        variants = {arguments.only: {**OPTIMIZERS, **HALF_MEMORY}[arguments.only]}
+    names = list(variants)
     build = models.MODELS[arguments.model]
     with device_turns.compiling():
         lowered = {name: against_peers.keras_step(build, variants[name]) for name in names}
