@@ -244,8 +244,9 @@ def _row(call: Call, lower: Call, local: float, alone: dict) -> LayerPrecision:
     right = np.concatenate([as_float64(a).ravel() for a, _ in pairs])
     given = np.concatenate([as_float64(b).ravel() for _, b in pairs])
     known = np.isfinite(right) & np.isfinite(given)
-    error = np.abs(right - given, where=known, out=np.zeros_like(right))
-    relative = error[right != 0] / np.abs(right[right != 0])
+    error = np.abs(np.subtract(right, given, where=known, out=np.zeros_like(right)))
+    comparable = known & (right != 0)
+    relative = error[comparable] / np.abs(right[comparable])
     return LayerPrecision(
         path=call.path,
         dtype=lower.dtype,

@@ -107,6 +107,15 @@ def test_a_planted_overflow_is_counted():
     assert report.worst(1) == ["mlp"]
 
 
+def test_outputs_that_are_not_finite_in_float32_either(stack):
+    """NumPy warns of inf - inf; what is compared is finite on both sides."""
+    model, x = stack
+    x = np.where(x > 0, np.float32(np.inf), x)
+    rows = {row.path: row for row in kmp.debug.compare_precisions(model, x, policy=POLICY).rows}
+    assert {row.path for row in rows.values()} == {"stack/a", "stack/rough", "stack/b"}
+    assert all(row.nonfinite and math.isfinite(row.max_relative_error) for row in rows.values())
+
+
 def test_rows_of_what_cannot_run_alone():
     """A layer inside another, and an operation: their noise is seen, but not their share."""
     model, x, _ = make("transformer")
