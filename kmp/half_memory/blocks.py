@@ -62,11 +62,9 @@ class Block:
 
     Attributes:
         pieces: the rows.
-        keys: of the random numbers of this step, once a block of it has asked for them.
     """
 
     pieces: tuple[Piece, ...]
-    keys: list[Any] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def view(self) -> Any:

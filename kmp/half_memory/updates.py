@@ -311,10 +311,9 @@ class _InBlocks:
             else:
                 given[id(member.view)] = gradient
                 members.append(member)
-        keys: list[Any] = []  # the same for all
-        for each in self._blocks_of(members):
-            block = dataclasses.replace(each, keys=keys)
-            with one_update(block):
+        keys: list[tuple[Tensor, Tensor]] = []
+        for block in self._blocks_of(members):
+            with one_update(block, keys):
                 updates.decay_weights(self._inner, block.view)
                 gradient = block.gradient(given)
                 updates.update_one(self._inner, gradient, block.view, learning_rate)

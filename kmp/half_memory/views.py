@@ -36,9 +36,11 @@ class _Update:
         held: by the id of a view: the view, and the value that will be written.
         bits: random numbers that were drawn for one of the views, and are there for the others.
         block: what is updated; None: one weight, whole.
+        keys: of the random numbers of this step, once a block has asked for them.
     """
 
-    block: Block | None = None
+    block: Block | None
+    keys: list[tuple[Tensor, Tensor]]
     held: dict[int, tuple[Any, Tensor]] = dataclasses.field(default_factory=dict)
     bits: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
 
@@ -88,18 +90,18 @@ class Rounding:
         update, key = _update(), (id(self.seed), view.draw.number)
         bits = update.bits.get(key) if update else None
         if bits is None:
-            bits = self._bits(value, view, update.block if update else None)
+            bits = self._bits(value, view, update)
             if update:
                 update.bits[key] = bits
         return part_of(bits, view.draw.part)
 
-    def _bits(self, value: Tensor, view: Any, block: Block | None) -> Tensor:
+    def _bits(self, value: Tensor, view: Any, update: _Update | None) -> Tensor:
         seed, step = ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step)
-        if block is None:
+        if update is None or update.block is None:
             return random_bits(tuple(value.shape), seed, step, view.draw.number)
-        if not block.keys:
-            block.keys.append(keys_of(seed, step))
-        return ops.reshape(random_bits_of(block.draws(view), block.keys[0]), value.shape)
+        if not update.keys:
+            update.keys.append(keys_of(seed, step))
+        return ops.reshape(random_bits_of(update.block.draws(view), update.keys[0]), value.shape)
 
 
 _BaseView: Any = backend.BaseView  # a type checker takes no attribute for a base
@@ -300,15 +302,18 @@ class MasterView(Float32View):
 
 
 @contextlib.contextmanager
-def one_update(block: Block | None = None) -> Iterator[None]:
+def one_update(
+    block: Block | None = None, keys: list[tuple[Tensor, Tensor]] | None = None
+) -> Iterator[None]:
     """Within, views keep what they are assigned in float32; at the end they round and write it.
 
     If an exception is raised, nothing is written.
 
     Args:
         block: what the views of its first member read and write; None: all of their variables.
+        keys: an empty list that the blocks of one step share: the first of them fills it.
     """
-    outer, _of_thread.update = _update(), _Update(block)
+    outer, _of_thread.update = _update(), _Update(block, [] if keys is None else keys)
     try:
         yield
         _of_thread.update.write()
