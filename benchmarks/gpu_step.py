@@ -39,7 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=models.MODELS, default="large_transformer")
     parser.add_argument("--policy", default="mixed_bfloat16")
-    parser.add_argument("--only", choices={**OPTIMIZERS, **HALF_MEMORY}, help="measure this alone")
+    known = {**OPTIMIZERS, **HALF_MEMORY}
+    parser.add_argument("--only", choices=known, help="measure this alone")
     parser.add_argument("--half-memory", action="store_true", help="compare its modes instead")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20, help="steps of one turn")
@@ -47,7 +48,7 @@ def main() -> None:
     keras.config.set_dtype_policy(arguments.policy)
     variants = HALF_MEMORY if arguments.half_memory else OPTIMIZERS
     if arguments.only:
-        variants = {arguments.only: {**OPTIMIZERS, **HALF_MEMORY}[arguments.only]}
+        variants = {arguments.only: known[arguments.only]}
     names = list(variants)
     build = models.MODELS[arguments.model]
     with device_turns.compiling():

@@ -973,7 +973,7 @@ OF_SIZES = [
     ),
     A(
         "RisenLoss",
-        'with kmp.scaled(..., spikes="skip"), if it was one batch',
+        'if a single batch did it, with kmp.scaled(..., spikes="skip")',
         "SGD with momentum, and a batch that weighs 1000",
         {"optimizer": "sgd", "inner": {"momentum": 0.9}, "data": huge("w", 1e3), **FLOAT32},
         "as it says",

@@ -80,7 +80,7 @@ class FrozenWeights(Detector):
         enough = _LOOKS if self._has_moved or rarely else 2
         far_apart = max(_STEPS, 2 * look.window)
         if steps < far_apart and not self._has_moved and look.run.learning_rate(paths) == 0:
-            far_apart = steps  # there is no doubt
+            far_apart = 0  # there is no doubt
         if self._looks < enough or steps < far_apart:
             return None
         return _Still(paths, len(watched), self._looks, steps)

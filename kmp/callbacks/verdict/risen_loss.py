@@ -42,6 +42,6 @@ class RisenLoss(Detector):
             blame,
             f"the loss of the last epoch, {loss:.3g}, is above that of the first batch, "
             f"{first:.3g}, and {seen}",
-            "Begin again with a lower learning rate; and with kmp.scaled(..., "
-            'spikes="skip"), if it was one batch.',
+            "Begin again with a lower learning rate, or, if a single batch did it, with "
+            'kmp.scaled(..., spikes="skip").',
         )
