@@ -16,9 +16,10 @@ OLDEST = tests/layers tests/callbacks tests/models/test_convert.py tests/precisi
   tests/saved_files tests/scaling/test_checkpoint.py tests/scaling/test_optimizer.py \
   tests/scaling/test_resume.py
 # The core, which PyTorch runs.
-TORCH = $(CORE) $(patsubst %,tests/%,test_custom_loops.py test_defects.py test_floatx.py scaling \
-  health precision half_memory layers callbacks distribution saved_files debug models/test_convert.py \
-  models/test_indices.py models/test_optimizers.py models/test_weights.py)
+TORCH = $(CORE) $(patsubst %,tests/%,test_custom_loops.py test_defects.py test_floatx.py \
+  test_messages.py scaling health precision half_memory layers callbacks distribution recompute \
+  saved_files debug models/test_convert.py models/test_indices.py models/test_optimizers.py \
+  models/test_weights.py)
 
 .PHONY: quickstart test test-all test-whole test-oldest test-pre dist-check lint site notebooks programs \
   compiled-counts gpu clean
