@@ -94,3 +94,25 @@ def test_with_the_rest_of_kmp(policy, mode):
 
     tolerance = {"bfloat16": 2e-2, "mixed_float16": 1e-3}[policy] if mode == "jit" else 0
     assert_same(run(False), run(True), tolerance)
+
+
+@pytest.fixture
+def split_over_devices():
+    """The batch over two rows of devices, the blocks' kernels over two columns."""
+    distribution = keras.distribution
+    devices = distribution.list_devices("cpu")[:4]
+    layout = distribution.LayoutMap(distribution.DeviceMesh((2, 2), ["data", "model"], devices))
+    layout["block.*kernel"] = (None, "model")
+    distribution.set_distribution(
+        distribution.ModelParallel(layout_map=layout, batch_dim_name="data")
+    )
+    yield
+    distribution.set_distribution(None)
+
+
+@pytest.mark.only("jax")
+@pytest.mark.slow
+def test_a_model_that_is_split_over_devices(split_over_devices):
+    model = compare("float32", "jit", lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+    kernel = model.get_layer("block0").up.kernel
+    assert not kernel.value.sharding.is_fully_replicated
