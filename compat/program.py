@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 BATCH, LENGTH, WORDS = 4, 8, 40
+SEED = 0  # of the numbers of every batch
 IMAGE = (32, 32, 3)
 
 
@@ -58,7 +59,7 @@ class Program:
 
 def random() -> np.random.Generator:
     """The numbers of every batch come from the same seed."""
-    return np.random.default_rng(0)
+    return np.random.default_rng(SEED)
 
 
 def words(length: int = LENGTH) -> np.ndarray:

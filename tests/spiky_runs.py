@@ -14,7 +14,8 @@ def classifier(norm=(), jit=True, spe=1, name="sgd", **settings):
     layers = [keras.layers.Dense(32, "relu"), *norm, keras.layers.Dense(4)]
     model = keras.Sequential([keras.Input((8,)), *layers])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer = kmp.scaled(name, spikes="skip", learning_rate=0.05, **settings)
+    settings = {"spikes": "skip", "learning_rate": 0.05, **settings}
+    optimizer = kmp.scaled(name, **settings)
     execution = {"jit_compile": jit and COMPILED, "steps_per_execution": spe}
     model.compile(optimizer, loss, metrics=["accuracy"], **execution)
     return model

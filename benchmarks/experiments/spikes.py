@@ -2,12 +2,13 @@
 
     python benchmarks/experiments/spikes.py
 
-runs the three parts below, each in a process of its own, and writes docs/lab/spikes.md. What is
-done is kept in build/spikes.jsonl, so that a run that was stopped goes on.
+runs the first three parts below, each in a process of its own, and writes docs/lab/spikes.md. What
+is done is kept in build/spikes.jsonl, so that a run that was stopped goes on.
 
     KERAS_BACKEND=jax python benchmarks/experiments/spikes.py sound     120 runs without a bad batch
     KERAS_BACKEND=jax python benchmarks/experiments/spikes.py planted   240 runs with one bad batch
     KERAS_BACKEND=... python benchmarks/experiments/spikes.py fit       `fit` with callbacks
+    python benchmarks/experiments/spikes.py programs   the models of compat/; needs `.[programs]`
 
 The runs of the first two parts are loops in one compiled program, the seeds side by side. None of
 these tasks was used to choose the rule's settings.
@@ -15,6 +16,7 @@ these tasks was used to choose the rule's settings.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -428,6 +430,40 @@ def fit():
                 )
 
 
+PROGRAMS = (
+    *("gpt2", "llama", "mixtral", "bert", "t5", "vit", "swin", "resnet", "deeplab", "whisper"),
+    *("dlrm", "deep_cross", "two_towers", "ranking", "vae", "unet", "translation", "ctc"),
+)
+PROGRAM_STEPS, PROGRAM_BATCHES = 1_000, 24
+
+
+def programs():
+    """Other people's models, which learn a few batches of noise by heart: no step is a spike."""
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "compat"))
+    import catalogue
+    import program as batches
+    import runs
+
+    def repeated(model_program, seed):
+        found = []
+        for batches.SEED in range(seed * PROGRAM_BATCHES, (seed + 1) * PROGRAM_BATCHES):
+            x, y = model_program.batch()
+            found.append((x,) if y is None else (x, y))
+        yield from itertools.cycle(found)
+
+    for name in PROGRAMS:
+        for seed in range(SEEDS):
+            if is_kept("programs", name, seed):
+                continue
+            found = catalogue.program(name)
+            model = runs.made(
+                found, "float32", lambda x: kmp.scaled(x, "none", spikes="skip"), jit_compile="auto"
+            )
+            model.fit(repeated(found, seed), epochs=1, steps_per_epoch=PROGRAM_STEPS, verbose=0)
+            report = found.optimizer(model).gradient_report()
+            keep(("programs", name, seed), acted=[int(report.skipped_spikes)])
+
+
 def kept():
     """What has been run: a dictionary of results by the names of the run."""
     lines = KEPT.read_text().splitlines() if KEPT.exists() else []
@@ -454,8 +490,9 @@ HARMED = 1.25  # times the loss of the run that never saw the batch
 def page():
     """The page, of what has been run."""
     results = kept()
-    parts = [__doc_of_page__, *_sound_part(results), *_planted_part(results), *_fit_part(results)]
-    PAGE.write_text("\n".join(parts) + "\n")
+    parts = (_sound_part, _programs_part, _planted_part, _fit_part)
+    lines = [__doc_of_page__, *(line for part in parts for line in part(results))]
+    PAGE.write_text("\n".join(lines) + "\n")
 
 
 def _sound_part(results):
@@ -506,6 +543,19 @@ def _sound_part(results):
             )
             + "."
         )
+
+
+def _programs_part(results):
+    runs = {names[1:]: found for names, found in results.items() if names[0] == "programs"}
+    acted = sum(sum(found["acted"]) for found in runs.values())
+    where = {name: None for (name, _), found in runs.items() if sum(found["acted"])}
+    named = ", ".join(dict.fromkeys(name for name, _ in runs))
+    yield (
+        f"\nOther people's models ({named}; most are of keras-hub and keras-rs), with Adam, learn "
+        f"{PROGRAM_BATCHES} batches of noise by heart in {PROGRAM_STEPS:,} steps, {SEEDS} seeds "
+        f"each: {acted} of {len(runs) * PROGRAM_STEPS:,} steps were left out"
+        f"{', in ' + ', '.join(where) if where else ''}."
+    )
 
 
 def _planted_part(results):
@@ -583,7 +633,7 @@ their sources have them, and `kmp.callbacks.DivergenceGuard`. No task here was u
 rule's settings.
 """
 
-PARTS = {"sound": sound, "planted": planted, "fit": fit}
+PARTS = {"sound": sound, "planted": planted, "fit": fit, "programs": programs}
 
 
 def everything():

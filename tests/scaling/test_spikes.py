@@ -1,5 +1,7 @@
 """Spikes: the rule against plain Python, and steps left out bit for bit, in every mode."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -107,12 +109,59 @@ def test_after_10_000_steps_one_more_is_left_out(steps, left_out):
 
 
 @pytest.mark.any_backend
-def test_a_shift_of_the_data_is_followed():
-    """Eight steps of the new size are left out at most; then it is the size that is usual."""
-    rule = kmp.SkipSpikes()
-    for shift, most in ((30, 2), (1e4, 8), (1e18, 8)):
-        count, _ = on_host(rule, [1.0] * 200 + [shift] * 200)
-        assert count <= most
+@pytest.mark.parametrize(
+    ("shift", "most"), [(10, 0), (30, 2), (100, 4), (1e3, 7), (1e4, 8), (1e18, 8)]
+)
+def test_a_lasting_change_of_the_data_is_followed(shift, most):
+    """Each step that is left out doubles the peak, until the norms are ten times it at most."""
+    assert most == min(max(math.ceil(math.log2(shift / 10)), 0), 8)
+    count, _ = on_host(kmp.SkipSpikes(), [1.0] * 200 + [shift] * 200)
+    assert count == most
+
+
+@pytest.mark.any_backend
+def test_harder_data_by_and_by_are_no_spikes():
+    norms = np.repeat(3.0 ** np.arange(12), 50)
+    assert on_host(kmp.SkipSpikes(), norms)[0] == 0
+
+
+@pytest.mark.any_backend
+def test_of_the_first_16_norms_above_zero_none_is_a_spike():
+    first = [norm for i in range(16) for norm in (0.0, 100.0**i)]
+    assert on_host(kmp.SkipSpikes(), first)[0] == 0
+    assert on_host(kmp.SkipSpikes(), [*first, 100.0**16])[0] == 1
+
+
+@pytest.mark.slow
+def test_after_loading_weights_alone_or_unfreezing_16_norms_are_waited_for():
+    """Both need a new optimizer; Keras refuses to train what an optimizer was not built for."""
+    x, y = digits(40, bad=[10, 20])
+    model = classifier()
+    fit(model, *digits(20))
+    weights = model.get_weights()
+    again = classifier()
+    again.set_weights(weights)
+    fit(again, x, y)
+    assert number(again.optimizer.skipped_spikes) == 1  # the batch of step 20
+    model.layers[0].trainable = False
+    model.compile(classifier().optimizer, model.loss)
+    fit(model, *digits(20))
+    model.layers[0].trainable = True
+    model.compile(classifier().optimizer, model.loss)
+    fit(model, x, y)
+    assert number(model.optimizer.skipped_spikes) == 1
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_jumps_makes_no_spikes():
+    model, without = classifier(name="adam"), classifier(name="adam", spikes=None)
+    for rate in (1e-3, 3e-2, 1e-4, 1e-2):
+        for each in (model, without):
+            each.optimizer.learning_rate = rate
+            fit(each, *digits(40))
+    assert number(model.optimizer.skipped_spikes) == 0
+    for mine, theirs in zip(model.weights, without.weights, strict=True):
+        np.testing.assert_array_equal(ops.convert_to_numpy(mine), ops.convert_to_numpy(theirs))
 
 
 OPTIMIZERS = {
