@@ -16,7 +16,6 @@ these tasks was used to choose the rule's settings.
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import pathlib
@@ -434,7 +433,7 @@ PROGRAMS = (
     *("gpt2", "llama", "mixtral", "bert", "t5", "vit", "swin", "resnet", "deeplab", "whisper"),
     *("dlrm", "deep_cross", "two_towers", "ranking", "vae", "unet", "translation", "ctc"),
 )
-PROGRAM_STEPS, PROGRAM_BATCHES = 1_000, 24
+PROGRAM_EPOCHS, PROGRAM_BATCHES = 40, 24
 
 
 def programs():
@@ -444,12 +443,13 @@ def programs():
     import program as batches
     import runs
 
-    def repeated(model_program, seed):
+    def data(model_program, seed):
         found = []
         for batches.SEED in range(seed * PROGRAM_BATCHES, (seed + 1) * PROGRAM_BATCHES):
-            x, y = model_program.batch()
-            found.append((x,) if y is None else (x, y))
-        yield from itertools.cycle(found)
+            found.append(model_program.batch())
+        return keras.tree.map_structure(
+            lambda *parts: np.concatenate(parts) if np.ndim(parts[0]) else parts[0], *found
+        )
 
     for name in PROGRAMS:
         for seed in range(SEEDS):
@@ -459,7 +459,8 @@ def programs():
             model = runs.made(
                 found, "float32", lambda x: kmp.scaled(x, "none", spikes="skip"), jit_compile="auto"
             )
-            model.fit(repeated(found, seed), epochs=1, steps_per_epoch=PROGRAM_STEPS, verbose=0)
+            shape = {"batch_size": batches.BATCH, "epochs": PROGRAM_EPOCHS, "shuffle": False}
+            model.fit(*data(found, seed), **shape, verbose=0)
             report = found.optimizer(model).gradient_report()
             keep(("programs", name, seed), acted=[int(report.skipped_spikes)])
 
@@ -550,10 +551,11 @@ def _programs_part(results):
     acted = sum(sum(found["acted"]) for found in runs.values())
     where = {name: None for (name, _), found in runs.items() if sum(found["acted"])}
     named = ", ".join(dict.fromkeys(name for name, _ in runs))
+    steps = PROGRAM_EPOCHS * PROGRAM_BATCHES
     yield (
         f"\nOther people's models ({named}; most are of keras-hub and keras-rs), with Adam, learn "
-        f"{PROGRAM_BATCHES} batches of noise by heart in {PROGRAM_STEPS:,} steps, {SEEDS} seeds "
-        f"each: {acted} of {len(runs) * PROGRAM_STEPS:,} steps were left out"
+        f"{PROGRAM_BATCHES} batches of noise by heart in {steps} steps, {SEEDS} seeds "
+        f"each: {acted} of {len(runs) * steps:,} steps were left out"
         f"{', in ' + ', '.join(where) if where else ''}."
     )
 

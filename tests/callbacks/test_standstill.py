@@ -100,6 +100,23 @@ def test_a_run_of_two_looks_that_nothing_moves(rate):
     assert "in 2 looks over 160 steps" in found.reason
 
 
+@pytest.mark.parametrize("rate, epochs", [(0.0, 2), (1e-8, 4)])
+def test_looks_at_micro_batches_that_move_nothing(rate, epochs):
+    """Of a rate above 0 a look says little: its micro-batch may be one without an update."""
+    optimizer = kmp.scaled("adam", learning_rate=rate, gradient_accumulation_steps=2)
+    found = watched_run(optimizer, epochs=epochs, update_freq=1000).verdict
+    assert found.state == "STALLED" and f"the learning rate is {rate:g}" in found.reason
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-9])
+def test_steps_that_were_skipped_before_a_look_hide_nothing(rate):
+    optimizer = kmp.scaled("adam", kmp.DynamicLossScale(2.0**24), learning_rate=rate)
+    watch = watched_run(optimizer, "mixed_float16", epochs=2, update_freq=1000)
+    assert watch.report.skipped_steps
+    assert watch.verdict.state == "STALLED", str(watch.verdict)
+    assert f"the learning rate is {rate:g}" in watch.verdict.reason
+
+
 @pytest.mark.parametrize("rate, state", [(0.0, "STALLED"), (1e-9, "HEALTHY")])
 def test_two_looks_that_are_close_together(rate, state):
     """They prove nothing, unless the learning rate is 0."""

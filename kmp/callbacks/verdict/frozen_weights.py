@@ -1,6 +1,5 @@
 """The detector of weights that stand still although they have gradients."""
 
-import math
 from typing import NamedTuple
 
 from kmp.callbacks.verdict.detector import Detector, named
@@ -64,11 +63,14 @@ class FrozenWeights(Detector):
         report = look.report
         before, self._before = self._before, report
         self._largest_norm = max(self._largest_norm, report.grad_norm)
-        skips = report.skipped_steps - (before.skipped_steps if before else 0)
-        if report.details is None or (skips and look.window == 1):
-            return None  # the details may be those of a skipped step, which moves nothing
+        if report.details is None:
+            return None
         watched = _watched(look)
-        paths = [path for path in watched if _is_still(path, look, before)]
+        is_certain = not self._has_moved and look.run.learning_rate(watched) == 0
+        skips = report.skipped_steps - (before.skipped_steps if before else 0)
+        if skips and look.window == 1 and not (report.update_ratio or is_certain):
+            return None  # the details may be those of a skipped step, which moves nothing
+        paths = [path for path in watched if is_certain or _is_still(path, look, before)]
         arrived = report.grad_norm < _CONVERGED * self._largest_norm
         if arrived or not paths or 2 * len(paths) < len(watched):
             self._looks, self._has_moved = 0, True
@@ -77,10 +79,8 @@ class FrozenWeights(Detector):
         self._looks += 1
         steps = report.step - self._first
         rarely = look.window > 1 or any(look.weights[path].moves_rarely for path in watched)
-        enough = _LOOKS if self._has_moved or rarely else 2
-        far_apart = max(_STEPS, 2 * look.window)
-        if steps < far_apart and not self._has_moved and look.run.learning_rate(paths) == 0:
-            far_apart = 0  # there is no doubt
+        enough = _LOOKS if self._has_moved or (rarely and not is_certain) else 2
+        far_apart = 0 if is_certain else max(_STEPS, 2 * look.window)
         if self._looks < enough or steps < far_apart:
             return None
         return _Still(paths, len(watched), self._looks, steps)
@@ -94,9 +94,9 @@ def _watched(look: Observation) -> list[str]:
 
 def _is_still(path: str, look: Observation, before: GradientReport | None) -> bool:
     weight: Weight = look.weights[path]
-    ratio = look.report.update_ratio.get(path, -math.inf)
-    is_exact = look.window > 1 or weight.moves_rarely
-    if look.report.unmoved_share[path] < _UNMOVED and (is_exact or ratio > _UNFELT):
+    if not weight.moves_rarely and look.report.update_ratio.get(path, 0) <= _UNFELT:
+        return True
+    if look.report.unmoved_share[path] < _UNMOVED:
         return False
     if look.window == 1 and not weight.moves_rarely:
         return True
