@@ -66,7 +66,8 @@ class FrozenWeights(Detector):
         if report.details is None:
             return None
         watched = _watched(look)
-        is_certain = not self._has_moved and look.run.learning_rate(watched) == 0
+        rate = look.run.learning_rate(watched) if watched else None
+        is_certain = not self._has_moved and rate == 0
         skips = report.skipped_steps - (before.skipped_steps if before else 0)
         if skips and look.window == 1 and not (report.update_ratio or is_certain):
             return None  # the details may be those of a skipped step, which moves nothing
