@@ -35,8 +35,8 @@ def with_blocks(language, *kept):
     """The pages with blocks in a language; `make test` runs those in `kept`, or all of them."""
     pages = []
     for name, text in PAGES.items():
-        if language == "python" and name.startswith("docs/messages/"):
-            continue  # test_messages.py runs it, beside what its reader has
+        if language == "python" and name.startswith(("docs/messages/", "docs/trackers.md")):
+            continue  # test_messages.py and test_trackers.py run it, beside what its reader has
         found = [content for each, content in blocks(text) if each == language]
         marks = [pytest.mark.wide] if kept and name not in kept else []
         if found:

@@ -4,7 +4,7 @@ import io
 import math
 import posixpath
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,6 +65,13 @@ def heat_map(paths: Sequence[str], looks: Sequence[Look]) -> tuple[bytes, tuple[
     figure.savefig(file, format="png")
     width, height = figure.get_size_inches() * _DPI
     return file.getvalue(), (round(width), round(height))
+
+
+def picture(paths: Sequence[str], looks: Sequence[Look]) -> Any:
+    """The same as `PIL.Image.Image`."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(heat_map(paths, looks)[0]))
 
 
 def _height(rows: int) -> float:
