@@ -24,6 +24,7 @@ from kmp.callbacks.verdict.states import Limits, Verdict, checked_limits
 from kmp.health.report import GradientReport, read_report
 from kmp.health.telemetry import FIRST_STEPS, kept_sampling
 from kmp.scaling.optimizer import LossScaleOptimizer
+from kmp.summaries import check_can_write
 
 
 class GradientHealth(keras.callbacks.Callback):
@@ -87,6 +88,7 @@ class GradientHealth(keras.callbacks.Callback):
             epoch. None before the first look.
 
     Raises:
+        ModuleNotFoundError: with `log_dir`, unless `pip install 'kmp[tensorboard]'` was run.
         ValueError: if an argument is out of range, and in `fit` if the optimizer is not kmp's.
 
     Warns:
@@ -117,6 +119,8 @@ class GradientHealth(keras.callbacks.Callback):
         prefix: str = "",
     ):
         super().__init__()
+        if log_dir is not None:
+            check_can_write()
         self.log_dir, self.prefix, self.update_freq = log_dir, prefix, update_freq
         self.limits = checked_limits(limits)
         self._every = checked_update_freq(update_freq, "GradientHealth")  # steps
@@ -231,6 +235,7 @@ class GradientHealth(keras.callbacks.Callback):
             A `PIL.Image.Image`, such as `wandb.Image` and `mlflow.log_image` take.
 
         Raises:
+            ModuleNotFoundError: without pillow, which `kmp[tensorboard]` installs.
             RuntimeError: before the first look.
         """
         if self._history is None or not self._history.looks:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kmp.summaries.checks import check_installed
+
 _CELL, _LABEL = 12, 240  # pixels
 _COLD, _HOT, _OVERFLOW, _ABSENT = (20, 20, 90), (250, 240, 110), (220, 20, 20), (200, 200, 200)
 # Inches: the width of all, a row, all rows at most, what is left, right, above and below.
@@ -69,6 +71,7 @@ def heat_map(paths: Sequence[str], looks: Sequence[Look]) -> tuple[bytes, tuple[
 
 def picture(paths: Sequence[str], looks: Sequence[Look]) -> Any:
     """The same as `PIL.Image.Image`."""
+    check_installed(["PIL"], "The heat map")
     from PIL import Image
 
     return Image.open(io.BytesIO(heat_map(paths, looks)[0]))
