@@ -22,7 +22,7 @@ TORCH = $(CORE) $(patsubst %,tests/%,test_custom_loops.py test_defects.py test_f
   models/test_weights.py)
 
 .PHONY: quickstart test test-all test-whole test-oldest test-pre dist-check lint site notebooks programs \
-  compiled-counts gpu clean
+  trackers compiled-counts gpu clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
@@ -98,6 +98,13 @@ $(VENV)-programs/stamp: setup.cfg pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[tensorflow,jax,torch,programs,test]'
 	@touch $@
 
+# The trackers of docs/trackers.md, which `make test-all` leaves out.
+trackers:
+	$(PYTHON) -m venv $(VENV)-trackers
+	$(VENV)-trackers/bin/pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[tensorflow,trackers,test]'
+	KERAS_BACKEND=tensorflow $(VENV)-trackers/bin/python -m pytest tests/test_trackers.py
+
 # The site, in build/site. A warning, or a link that leads nowhere, is an error.
 site: $(VENV)-site/stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)-site/bin/mkdocs build --quiet --strict
@@ -148,5 +155,5 @@ $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-h100 $(VENV)-oldest $(VENV)-pre $(VENV)-dist $(VENV)-programs \
+	rm -rf $(VENV) $(VENV)-h100 $(VENV)-oldest $(VENV)-pre $(VENV)-dist $(VENV)-programs $(VENV)-trackers \
 	  $(VENV)-site $(VENV)-gpu build dist *.egg-info logs

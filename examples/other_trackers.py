@@ -1,10 +1,11 @@
-"""Send kmp's measurements to Weights & Biases, MLflow or a file of your own: `on_report=`.
+"""Send kmp's measurements to a tracker or, as here, a file of your own: `on_report=`.
 
     python examples/other_trackers.py
 
-At each look `GradientHealth` calls a function of yours with a flat dict of plain numbers and words:
-the loss scale, the skipped steps, the verdict, the norm of each variable's gradient. This script
-appends it to a file of JSON lines, which needs neither a server nor an account, and reads it back.
+At each look `GradientHealth` calls a function of yours with a flat dict of plain numbers: the loss
+scale, the skipped steps, the verdict, the norm of each variable's gradient. This script appends it
+to a file of JSON lines, which needs neither a server nor an account, and reads it back.
+docs/trackers.md has the lines for Weights & Biases, MLflow, Aim and CSV.
 """
 
 import argparse
@@ -31,16 +32,8 @@ class JsonLines:
 
     def __call__(self, report: dict[str, Any]) -> None:
         """Write one report."""
-        # Weights & Biases:  wandb.log(report)
-        # MLflow:            mlflow.log_metrics(numbers_of(report), step=report["step"])
-        # Comet:             experiment.log_metrics(report, step=report["step"])
         with self.path.open("a") as file:
-            file.write(json.dumps(report) + "\n")
-
-
-def numbers_of(report: dict[str, Any]) -> dict[str, float]:
-    """The report without its words, for trackers that take numbers alone."""
-    return {name: value for name, value in report.items() if not isinstance(value, str)}
+            file.write(json.dumps(report | {"verdict": str(report["verdict"])}) + "\n")
 
 
 def main() -> None:
@@ -71,13 +64,13 @@ def main() -> None:
 
     reports = [json.loads(line) for line in arguments.path.read_text().splitlines()]
     print("\n step  loss scale  skipped  gradient norm  of the first kernel  verdict")
-    first = next(name for name in reports[0] if name.startswith("grad_norm/"))
+    first = next(name for name in reports[0] if name.startswith("variable_grad_norm/"))
     for report in reports:
         print(
             f"{report['step']:5d}  {report['loss_scale']:10g}  {report['skipped_steps']:7d}  "
             f"{report['grad_norm']:13.3f}  {report[first]:19.3f}  {report['verdict']}"
         )
-    print(f"\n{len(reports)} reports of {len(numbers_of(reports[0]))} numbers: {arguments.path}")
+    print(f"\n{len(reports)} reports of {len(reports[0])} numbers: {arguments.path}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import operator
 import pathlib
 import re
+import runpy
 import shlex
 import sys
 
@@ -14,6 +16,7 @@ import pytest
 import kmp
 import kmp.__main__
 import kmp.models
+from kmp.callbacks.verdict.states import STATES
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {
@@ -35,8 +38,8 @@ def with_blocks(language, *kept):
     """The pages with blocks in a language; `make test` runs those in `kept`, or all of them."""
     pages = []
     for name, text in PAGES.items():
-        if language == "python" and name.startswith("docs/messages/"):
-            continue  # test_messages.py runs it, beside what its reader has
+        if language == "python" and name.startswith(("docs/messages/", "docs/trackers.md")):
+            continue  # test_messages.py and test_trackers.py run it, beside what its reader has
         found = [content for each, content in blocks(text) if each == language]
         marks = [pytest.mark.wide] if kept and name not in kept else []
         if found:
@@ -195,3 +198,12 @@ def test_the_reference_has_each_option(command):
     section = re.search(rf"^## kmp {command}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
     options = set(re.findall(r"^ +(?:-h, )?(--[\w-]+)", printed_help(command), re.MULTILINE))
     assert set(re.findall(r"`(--[\w-]+)`", section)) == options - {"--help"}
+
+
+def test_the_picture_of_the_overview_is_of_what_there_is():
+    own = runpy.run_path(str(ROOT / "docs" / "draw_which_tool.py"))
+    assert (ROOT / "docs" / "which_tool.svg").read_text(encoding="utf-8") == own["draw"]()
+    for seen, tool, _ in (row for row in own["ROWS"] if len(row) == 3):
+        for name in re.findall(r"\bkmp\.([\w.]+)", tool):
+            operator.attrgetter(name)(kmp)
+        assert {word for word in re.findall(r"[A-Z][A-Z-]{5,}", seen)} <= set(STATES)

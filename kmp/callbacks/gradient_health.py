@@ -12,6 +12,8 @@ from kmp.callbacks import arguments
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
 from kmp.callbacks.curves import readings
+from kmp.callbacks.curves.heat_map import picture
+from kmp.callbacks.curves.history import History
 from kmp.callbacks.curves.outlets import Outlets
 from kmp.callbacks.order import come_first
 from kmp.callbacks.protection import Claim, protect_fit, release
@@ -22,6 +24,7 @@ from kmp.callbacks.verdict.states import Limits, Verdict, checked_limits
 from kmp.health.report import GradientReport, read_report
 from kmp.health.telemetry import FIRST_STEPS, kept_sampling
 from kmp.scaling.optimizer import LossScaleOptimizer
+from kmp.summaries import check_can_write
 
 
 class GradientHealth(keras.callbacks.Callback):
@@ -65,8 +68,9 @@ class GradientHealth(keras.callbacks.Callback):
         logs: list of names from the second half of the table, or `"all"`.
         on_report: function that is called with a flat dict at each look, for other trackers. The
             keys are those of the table, `step`, `consecutive_skips`, `grad_max_abs`, and for each
-            variable `grad_norm/<path>`, `overflow_steps/<path>` and `update_ratio/<path>`; what was
-            not measured is left out. The values are Python's own numbers, `verdict` is a str.
+            variable `variable_grad_norm/<path>`, `variable_overflow_steps/<path>` and
+            `variable_update_ratio/<path>`; what was not measured is left out. The values are
+            Python's own numbers, `verdict` too, which prints as its name.
         verbose: 1 prints the verdict at the end of an epoch if it has changed; 0 prints nothing.
             Warnings are given with both.
         limits: `kmp.callbacks.Limits`, the thresholds of the verdict and the warnings.
@@ -84,6 +88,7 @@ class GradientHealth(keras.callbacks.Callback):
             epoch. None before the first look.
 
     Raises:
+        ModuleNotFoundError: with `log_dir`, unless `pip install 'kmp[tensorboard]'` was run.
         ValueError: if an argument is out of range, and in `fit` if the optimizer is not kmp's.
 
     Warns:
@@ -114,6 +119,8 @@ class GradientHealth(keras.callbacks.Callback):
         prefix: str = "",
     ):
         super().__init__()
+        if log_dir is not None:
+            check_can_write()
         self.log_dir, self.prefix, self.update_freq = log_dir, prefix, update_freq
         self.limits = checked_limits(limits)
         self._every = checked_update_freq(update_freq, "GradientHealth")  # steps
@@ -121,6 +128,7 @@ class GradientHealth(keras.callbacks.Callback):
         self.on_report = arguments.checked_on_report(on_report)
         self.verbose = arguments.checked_verbose(verbose)
         self._given = optimizer
+        self._history: History | None = None  # of the latest `fit`
         if optimizer is not None:
             arguments.require_measurements(optimizer)
         self._begin()
@@ -162,6 +170,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._outlets = Outlets(
             self._trained, optimizer, self.log_dir, self.on_report, report, others
         )
+        self._history = self._outlets.history
 
     def _watches(self, model: Any) -> Any:
         return self._given or model.optimizer
@@ -216,6 +225,25 @@ class GradientHealth(keras.callbacks.Callback):
         if self.verbose and self.verdict and self.verdict.state != self._told:
             self._told = self.verdict.state
             print(f"\nEpoch {epoch + 1}: {self.verdict}")
+
+    def heat_map(self) -> Any:
+        """Draw the gradient's norm of each variable over the last 60 looks of the latest `fit`.
+
+        With matplotlib installed it has axes and names.
+
+        Returns:
+            A `PIL.Image.Image`, such as `wandb.Image` and `mlflow.log_image` take.
+
+        Raises:
+            ModuleNotFoundError: without pillow, which `kmp[tensorboard]` installs.
+            RuntimeError: before the first look.
+        """
+        if self._history is None or not self._history.looks:
+            raise RuntimeError(
+                "GradientHealth.heat_map() draws the looks of a `fit`, and there has been none. "
+                "Call it after model.fit(..., callbacks=[health])."
+            )
+        return picture(self._history.paths, self._history.looks)
 
     def on_train_end(self, logs=None):
         release(self._trained, self)

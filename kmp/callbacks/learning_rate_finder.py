@@ -15,7 +15,7 @@ from kmp.callbacks.progress import read_progress, warn_of_unseen_loss
 from kmp.callbacks.protection import ONCE, Claim, build_optimizer, protect_fit, release
 from kmp.callbacks.range_test import draw, has_diverged, smooth, steepest
 from kmp.callbacks.sweep import SweptModel
-from kmp.summaries import SummaryWriter
+from kmp.summaries import SummaryWriter, check_can_write
 
 # So many losses in a row that are not finite, or steps in a row that were skipped although the loss
 # scale cannot fall any further, and nothing will come of them.
@@ -107,6 +107,8 @@ class LearningRateFinder(keras.callbacks.Callback):
                 "`steps` of LearningRateFinder must be at least 10, or there is no curve. "
                 f"Received: steps={steps}. Write steps=100, the default."
             )
+        if log_dir is not None:
+            check_can_write()
         self.log_dir = log_dir
         self._swept: SweptModel | None = None
         self._begin()
@@ -204,6 +206,7 @@ class LearningRateFinder(keras.callbacks.Callback):
             path: where the file goes.
 
         Raises:
+            ModuleNotFoundError: without pillow, which `kmp[tensorboard]` installs.
             ValueError: before there are two points.
         """
         if len(self.losses) < 2:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kmp.summaries.checks import check_installed
+
 _MEMORY = 0.9  # how much less a neighbour weighs than the point before it
 _DIVERGED = 4.0  # times the best smoothed loss
 _LEAST_POINTS = 10  # fewer are no curve
@@ -71,6 +73,7 @@ def draw(
     Returns:
         A PNG, and its width and height in pixels.
     """
+    check_installed(["PIL"], "The picture of a sweep")
     from PIL import Image, ImageDraw  # only here, since it takes time to import
 
     rates, smoothed = np.log10(learning_rates), smooth(losses)

@@ -22,6 +22,7 @@ from kmp.cli.options import MODELS, UsageError
 from kmp.cli.printing import Progress, write_json
 from kmp.cli.tasks import TASKS, Task
 from kmp.precision.float_formats import table
+from kmp.summaries import check_can_write
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -39,6 +40,8 @@ def run_formats(arguments: argparse.Namespace) -> int:
 def run_bench(arguments: argparse.Namespace) -> int:
     """Measure, print and write; 1 if something was not finite."""
     name = arguments.model
+    if arguments.log_dir:
+        check_can_write()
     _check_policies(arguments.policies)
     build = _benchmark(name) if name in MODELS else load(name)
     counts = {key: getattr(arguments, key) for key in ("batch_size", "steps", "rounds")}

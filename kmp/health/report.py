@@ -132,6 +132,26 @@ class GradientReport:
     def _columns(self) -> dict[str, dict[str, float]]:
         return {name: self._by_path(self.matrix[:, i]) for i, name in enumerate(COLUMNS)}
 
+    def columns(self) -> dict[str, list[Any]]:
+        """Return all that is known of each variable, as a table that pandas and trackers take.
+
+        Returns:
+            `{column: values}`, a value for each of `paths`: `variable`, the columns of `matrix`,
+            then `degraded_share`, `lost_share` and `update_ratio`, None where not measured.
+
+        Example:
+
+        >>> report = GradientReport(("a", "b"), np.ones((2, 5), "float32"), 1024.0, 10, 0, 0)
+        >>> report.columns()["variable"], report.columns()["l2_norm"]
+        (['a', 'b'], [1.0, 1.0])
+        """
+        found: dict[str, list[Any]] = {"variable": list(self.paths)}
+        found |= {name: list(column.values()) for name, column in self._columns.items()}
+        for name in ("degraded_share", "lost_share", "update_ratio"):
+            values = getattr(self, name)
+            found[name] = [values.get(path) for path in self.paths]
+        return found
+
     def _by_path(self, values: np.ndarray) -> dict[str, float]:
         return dict(zip(self.paths, values.tolist(), strict=True))
 

@@ -1,7 +1,7 @@
 """TensorBoard event files without TensorFlow: the tensorboard package's protos and record format.
 
-tensorboard is imported when the first writer is made, as most programs never make one and its
-protobuf costs 20 ms to import next to jax and 220 ms next to torch.
+tensorboard is imported when the first writer is made, as most programs never make one, it need not
+be installed, and its protobuf costs 20 ms to import next to jax and 220 ms next to torch.
 """
 
 import itertools
@@ -13,13 +13,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import google_crc32c
 import numpy as np
 
-from kmp.summaries.checks import check_layout, check_unicode, message
+from kmp.summaries.checks import check_installed, check_layout, check_unicode, message
 
 _DATA_CLASSES = {"scalars": "DATA_CLASS_SCALAR", "images": "DATA_CLASS_BLOB_SEQUENCE"}
 _file_number = itertools.count()  # tells the writers of one process apart
+
+
+def check_can_write() -> None:
+    """Raise ModuleNotFoundError unless what a writer needs is installed."""
+    modules = ["tensorboard.compat.proto.event_pb2", "google_crc32c", "PIL"]
+    check_installed(modules, "Writing for TensorBoard")
 
 
 class SummaryWriter:
@@ -50,6 +55,11 @@ class SummaryWriter:
         log_dir: Path of a local directory, created where it is missing.
         describe: Function from a tag to what its chart shows, as Markdown. TensorBoard shows the
             text beside the chart. By default charts have none.
+
+    Raises:
+        ModuleNotFoundError: without what the extra installs: `pip install 'kmp[tensorboard]'`.
+        TypeError: if `log_dir` is no path.
+        ValueError: if `log_dir` is no local directory.
     """
 
     def __init__(
@@ -64,6 +74,7 @@ class SummaryWriter:
         if not path or "://" in path or os.path.isfile(path):
             expected = "`log_dir` must be a directory of the local file system"
             raise ValueError(message(expected, log_dir, 'log_dir="logs/run_1" and copy it later'))
+        check_can_write()
         os.makedirs(path, exist_ok=True)
         name = (
             f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
@@ -271,6 +282,7 @@ def _record(content: bytes) -> bytes:
 
 
 def _checksum(content: bytes) -> bytes:
-    # tensorboard's own is in Python: half the time of a look at many variables.
+    import google_crc32c  # tensorboard's own is in Python: half the time of a look
+
     crc = google_crc32c.value(content)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -1,13 +1,35 @@
 """What `SummaryWriter` checks, and what it says to write instead."""
 
+import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 def message(expected: str, received: object, example: str) -> str:
     """The text of an error: what was expected, what was received, what to write instead."""
     kind = type(received).__name__
     return f"{expected}. Received: {received!r} (of type {kind}). Write {example}."
+
+
+def check_installed(modules: Sequence[str], what: str) -> None:
+    """Raise ModuleNotFoundError unless these modules of the extra `tensorboard` can be imported.
+
+    Args:
+        modules: their names.
+        what: what needs them, as the subject of a sentence.
+
+    Example:
+
+    >>> check_installed(["PIL"], "The heat map")
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{what} needs the package {module.partition('.')[0]}, which is not installed. "
+                "Write pip install 'kmp[tensorboard]'."
+            ) from error
 
 
 def check_unicode(name: str, text: str) -> None:

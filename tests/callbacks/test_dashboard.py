@@ -17,6 +17,7 @@ import kmp
 from kmp.callbacks.curves import dashboard
 from kmp.callbacks.curves.charts import LAYOUT
 from kmp.callbacks.curves.heat_map import Look, heat_map
+from kmp.callbacks.curves.history import History
 from kmp.callbacks.verdict.states import Verdict
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Step"), pytest.mark.any_backend]
@@ -188,7 +189,9 @@ def test_the_figure_has_room_for_all_variables(rows):
 def test_each_look_at_many_variables_has_a_short_report(tmp_path):
     paths = tuple(f"dense_{i}/kernel" for i in range(100))
     report = kmp.GradientReport(paths, np.ones((100, 5), "float32"), 1024.0, 10, 0, 0)
-    board = dashboard.Dashboard(tmp_path)
+    history = History()
+    history.add(report)
+    board = dashboard.Dashboard(tmp_path, history)
     board.write(report, Verdict("HEALTHY"), math.nan)
     board.close()
     texts = {tag: str(array) for _, tag, _, array in read_values(tmp_path) if "mixed" in tag}
@@ -211,6 +214,24 @@ def test_an_overflow_of_an_earlier_fit_is_not_red(tmp_path, monkeypatch):
     for target in (np.inf, 1.0):
         model.fit(np.ones((4, 1)), np.full((4, 1), target), verbose=0, callbacks=[watch])
     np.testing.assert_array_equal(looks, [[True, True], [False, False]])
+
+
+def test_the_callback_hands_the_heat_map_to_other_trackers():
+    watch = kmp.callbacks.GradientHealth(update_freq=1)
+    with pytest.raises(
+        RuntimeError, match=r"heat_map\(\) draws the looks of a `fit`.*after model.fit"
+    ):
+        watch.heat_map()
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd"), loss="mse")
+    x = np.ones((80, 1))
+    x[30:32] = np.inf
+    for _ in range(2):
+        model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[watch])
+    looks = watch._history.looks
+    assert [look.step for look in looks] == list(range(101, 161))  # the last 60 of the second
+    assert [look.step for look in looks if look.overflowed.any()] == [111, 112]
+    assert np.asarray(watch.heat_map()).shape[1] > 200
 
 
 def test_a_heat_map_of_zeros_can_be_drawn():

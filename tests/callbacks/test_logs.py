@@ -202,13 +202,13 @@ def test_on_report_gets_plain_numbers_that_add_up():
     history = fit([GradientHealth(on_report=seen.append, update_freq=5)], poisoned=[2])
     assert [x["step"] for x in seen] == [5, 10, 12]
     for found in seen:
-        assert {type(value) for value in found.values()} <= {int, float, str}
-        paths = [name for name in found if name.startswith("grad_norm/")]
+        assert {type(value) for value in found.values()} <= {int, float, Grade}
+        paths = [name for name in found if name.startswith("variable_grad_norm/")]
         assert len(paths) == 2 and any(path.endswith("dense/kernel") for path in paths)
         total = math.hypot(*(found[path] for path in paths))
         assert found["grad_norm"] == pytest.approx(total, rel=1e-6)
         assert found["verdict"] == "FORWARD-NAN"
-        assert sum(name.startswith("overflow_steps/") for name in found) == 2
+        assert sum(name.startswith("variable_overflow_steps/") for name in found) == 2
     assert {name: seen[-1][name] for name in ALWAYS} == {k: history[k][-1] for k in ALWAYS}
     assert seen[-1]["skipped_steps"] == 1 and seen[-1]["update_ratio"] < 0
     json.dumps(seen)
@@ -221,7 +221,19 @@ def test_a_report_leaves_out_what_was_not_measured():
 
     found = flat(report(3), kmp.callbacks.Verdict("HEALTHY"), math.nan)
     assert set(found) & {"update_ratio", "lost_share", "degraded_share"} == set()
-    assert found["grad_norm"] == 1.0 and found["overflow_steps/a"] == 1.0
+    assert found["grad_norm"] == 1.0 and found["variable_overflow_steps/a"] == 1.0
+
+
+def test_a_report_has_its_variables_as_a_table():
+    watch = GradientHealth()
+    fit([watch])
+    table, report = watch.report.columns(), watch.report
+    assert table["variable"] == list(report.paths)
+    for name in ("l2_norm", "zero_share", "overflow_steps"):
+        assert table[name] == list(report.column(name).values())
+    assert table["update_ratio"] == list(report.update_ratio.values())
+    bare = kmp.GradientReport(("a",), np.ones((1, 5), "float32"), 1024.0, 3, 0, 0)
+    assert bare.columns()["lost_share"] == bare.columns()["update_ratio"] == [None]
 
 
 def test_an_error_in_on_report_is_not_hidden():

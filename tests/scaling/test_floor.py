@@ -134,7 +134,7 @@ def test_a_run_that_always_overflows_is_told_at_the_floor(policy, expected):
     model.compile(kmp.scaled("sgd"), lambda y, outputs: ops.sqrt(outputs * 0))
     told, x = {}, np.ones((70, 1))
     watch = kmp.callbacks.GradientHealth(
-        update_freq=1, on_report=lambda found: told.setdefault(found["verdict"], found["step"])
+        update_freq=1, on_report=lambda found: told.setdefault(str(found["verdict"]), found["step"])
     )
     model.fit(x, x, batch_size=1, verbose=0, callbacks=[watch])
     assert told == expected

@@ -201,6 +201,8 @@ class TorchBackend(Backend):
 
     def constant(self, values: Any) -> Tensor:
         # `torch.compile` cannot trace what Keras does with an array.
+        if isinstance(values, np.bool_):  # torch 2.4 takes none of NumPy 2
+            values = bool(values)
         return ops.convert_to_tensor(torch.as_tensor(values))
 
     def segment_sum(self, values: Tensor, keys: Tensor, number: int) -> Tensor:

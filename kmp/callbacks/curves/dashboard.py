@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from kmp.callbacks.curves.charts import LAYOUT, SPIKES, describe
-from kmp.callbacks.curves.heat_map import Look, heat_map
+from kmp.callbacks.curves.heat_map import heat_map
+from kmp.callbacks.curves.history import History
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health import details as _sample
-from kmp.health.measure import L2_NORM
 from kmp.health.report import GradientReport
-from kmp.health.telemetry import OVERFLOW_STEPS
 from kmp.summaries import SummaryWriter
 
 _COLUMNS = (
@@ -25,7 +24,6 @@ _COLUMNS = (
     ("overflow_steps", "variable_overflow_steps"),
 )
 _EDGES = range(_sample.LOWEST, _sample.HIGHEST + 2)  # the same for all variables, steps and runs
-_LOOKS = 60  # columns of the heat map
 
 
 class Dashboard:
@@ -37,13 +35,15 @@ class Dashboard:
 
     Args:
         log_dir: the run's directory, as of `kmp.summaries.SummaryWriter`.
-        before: the report at its beginning, whose overflows are not this run's; None if it is new.
+        history: the looks for the heat map; whoever adds to it does so before `write`.
         hparams: what sets the run apart in the tab HParams; None for nothing.
 
     Example:
 
     >>> report = GradientReport(("a",), np.ones((1, 5), "float32"), 1024.0, 10, 0, 0)
-    >>> board = Dashboard("logs/run_1")
+    >>> history = History()
+    >>> history.add(report)
+    >>> board = Dashboard("logs/run_1", history)
     >>> board.write(report, Verdict("HEALTHY"), math.nan)
     >>> board.close()
     """
@@ -51,7 +51,7 @@ class Dashboard:
     def __init__(
         self,
         log_dir: str | os.PathLike[str],
-        before: GradientReport | None = None,
+        history: History,
         hparams: Mapping[str, float | str] | None = None,
     ):
         self._writer = SummaryWriter(log_dir, describe)
@@ -59,8 +59,7 @@ class Dashboard:
             self._writer.hparams(hparams)
         self._looks = 0
         self._left: dict[Callable[[GradientReport], None], GradientReport] = {}
-        self._history: list[Look] = []
-        self._overflows = before.matrix[:, OVERFLOW_STEPS] if before else np.zeros(())
+        self._history = history
 
     def write(self, report: GradientReport, verdict: Verdict, update_ratio: float) -> None:
         """Write one look: the report, what it was judged, and its median log10 update ratio."""
@@ -70,11 +69,6 @@ class Dashboard:
         self._writer.scalars(_scalars(report, verdict, update_ratio), report.step)
         text = f"**{verdict}**\n\n```\n{report.summary()}\n```"
         self._writer.text("mixed_precision/report", text, report.step)
-        overflows = report.matrix[:, OVERFLOW_STEPS]
-        self._history.append(
-            Look(report.step, report.matrix[:, L2_NORM], overflows > self._overflows)
-        )
-        self._history, self._overflows = self._history[-_LOOKS:], overflows.copy()
         self._looks += 1
         for write, first in ((self._write_tables, 10), (self._write_heat_map, 1)):
             self._left[write] = report
@@ -98,7 +92,7 @@ class Dashboard:
 
     def _write_heat_map(self, report: GradientReport) -> None:
         if report.paths:
-            picture, size = heat_map(report.paths, self._history)
+            picture, size = heat_map(report.paths, self._history.looks)
             self._writer.image("heatmap/log10_grad_norm", picture, *size, report.step)
 
 

@@ -4,9 +4,11 @@ import io
 import math
 import posixpath
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from kmp.summaries.checks import check_installed
 
 _CELL, _LABEL = 12, 240  # pixels
 _COLD, _HOT, _OVERFLOW, _ABSENT = (20, 20, 90), (250, 240, 110), (220, 20, 20), (200, 200, 200)
@@ -65,6 +67,14 @@ def heat_map(paths: Sequence[str], looks: Sequence[Look]) -> tuple[bytes, tuple[
     figure.savefig(file, format="png")
     width, height = figure.get_size_inches() * _DPI
     return file.getvalue(), (round(width), round(height))
+
+
+def picture(paths: Sequence[str], looks: Sequence[Look]) -> Any:
+    """The same as `PIL.Image.Image`."""
+    check_installed(["PIL"], "The heat map")
+    from PIL import Image
+
+    return Image.open(io.BytesIO(heat_map(paths, looks)[0]))
 
 
 def _height(rows: int) -> float:

@@ -10,6 +10,7 @@ from keras.callbacks import TensorBoard
 from kmp._backend import backend
 from kmp.callbacks.curves.dashboard import Dashboard, settings_of
 from kmp.callbacks.curves.epoch_curves import EpochCurves
+from kmp.callbacks.curves.history import History
 from kmp.callbacks.curves.readings import flat
 from kmp.callbacks.learning_rates import learning_rates
 from kmp.callbacks.verdict.states import Verdict
@@ -26,6 +27,9 @@ class Outlets:
         on_report: called with a dict at each look, or None.
         report: the one at the beginning; None if the optimizer is new.
         others: all callbacks of this `fit`.
+
+    Attributes:
+        history: the looks so far.
     """
 
     def __init__(
@@ -39,16 +43,18 @@ class Outlets:
     ):
         self._dashboard: Dashboard | None = None
         self._curves: EpochCurves | None = None
+        self.history = History(report)
         writes = backend.writes_logs(model)
         self._optimizer = optimizer
         self._on_report = on_report if writes else None
         if log_dir is not None and writes:
-            self._dashboard = Dashboard(log_dir, report, settings_of(model, optimizer))
+            self._dashboard = Dashboard(log_dir, self.history, settings_of(model, optimizer))
             if not any(_writes_epochs(callback, log_dir) for callback in others):
                 self._curves = EpochCurves(log_dir)
 
     def look(self, report: GradientReport, verdict: Verdict, update_ratio: float) -> None:
         """Take one look, with its verdict and its median log10 update ratio."""
+        self.history.add(report)
         if self._dashboard is not None:
             self._dashboard.write(report, verdict, update_ratio)
         if self._on_report is not None:

@@ -40,7 +40,7 @@ def numbers(
 
 
 def flat(report: GradientReport, verdict: Verdict, update_ratio: float) -> dict[str, Any]:
-    """A look as a flat dict of Python's own numbers and strings, without what was not measured.
+    """A look as a flat dict of Python's own numbers, without what was not measured.
 
     Example:
 
@@ -50,12 +50,14 @@ def flat(report: GradientReport, verdict: Verdict, update_ratio: float) -> dict[
     """
     known = numbers(report, verdict, update_ratio)
     known = {name: x for name, x in known.items() if name in ALWAYS or not math.isnan(x)}
-    found: dict[str, Any] = {"step": report.step, **known, "verdict": verdict.state}
+    found: dict[str, Any] = {"step": report.step, **known}
     found["consecutive_skips"] = report.consecutive_skips
     found["grad_max_abs"] = report.max_abs
+    # As in TensorBoard. A tracker that keeps each name in a file cannot have both `grad_norm` and
+    # a folder of that name.
     for column, name in (("l2_norm", "grad_norm"), ("overflow_steps", "overflow_steps")):
-        found |= {f"{name}/{path}": x for path, x in report.column(column).items()}
-    found |= {f"update_ratio/{path}": x for path, x in report.update_ratio.items()}
+        found |= {f"variable_{name}/{path}": x for path, x in report.column(column).items()}
+    found |= {f"variable_update_ratio/{path}": x for path, x in report.update_ratio.items()}
     return found
 
 
