@@ -240,7 +240,7 @@ def test_private_names_of_others_are_found(source, expected):
 PRIVATE = {
     "3.10.0": """
         AutocastScope compute_output_spec get_keras_mask global_state in_symbolic_scope
-        seed_generator set_keras_mask
+        seed_generator set_keras_mask to_snake_case
         _call_has_context_arg _call_has_training_arg _call_signature _called _dtype_policy
         _flatten_layers _inbound_nodes _is_default _is_quantized _keras_history _kernel _loss_ids
         _losses _non_trainable_variables _track_variables _tracker _trainable_variables

@@ -501,6 +501,19 @@ class Backend(abc.ABC):
         """
         return [v.value for v in variables]
 
+    def present_values(self, variables: Sequence[Variable]) -> Sequence[Tensor]:
+        """Return the values of variables outside of any function that is being traced.
+
+        Returns:
+            The values; an empty list where they cannot be read, as within `torch.compile` and,
+            on JAX, while `fit` holds them.
+        """
+        return [v._value for v in variables]
+
+    def outside_functions(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, compute at once, also where a function is being traced."""
+        return contextlib.nullcontext()
+
     def to_host(self, x: Any) -> Any:
         """Copy a tensor or variable to the host, for `from_host`."""
         # Without a copy, NumPy would look at a buffer that the next step may write into.

@@ -12,6 +12,7 @@ from keras import ops
 from keras.distribution import ModelParallel
 from keras.optimizers import LossScaleOptimizer, Optimizer, RMSprop
 from keras.optimizers.schedules import LearningRateSchedule
+from keras.src.utils.naming import to_snake_case
 
 Variable: TypeAlias = Any  # keras.Variable
 Tensor: TypeAlias = Any  # of any backend
@@ -160,6 +161,22 @@ def _made_by_default(optimizer: Any) -> bool:
         return False
     alike = RMSprop(name=optimizer.name)
     return optimizer.get_config() == alike.get_config()
+
+
+def plain_name_of(optimizer: Any) -> str | None:
+    """`to_snake_case`: the name that Keras gives the first optimizer of a class of its own.
+
+    Args:
+        optimizer: a class, or a name of one.
+
+    Returns:
+        The name; None of a class that is not Keras's, whose constructor may take none.
+    """
+    for each in vars(keras.optimizers).values():
+        by_name = isinstance(each, type) and each.__name__.lower() == str(optimizer).lower()
+        if isinstance(each, type) and (each is optimizer or by_name):
+            return to_snake_case(each.__name__)
+    return None
 
 
 def is_loss_scale_optimizer(optimizer: Any) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from kmp._keras.optimizer import plain_name_of
 from kmp.health.spikes import SkipSpikes
 from kmp.precision.trees import all_finite, max_abs, select_tree
 from kmp.scaling import rules
@@ -91,6 +92,9 @@ def _named(name: str, arguments: dict[str, Any]) -> Any:
 
 def _make_inner(optimizer: Any, arguments: dict[str, Any]) -> Any:
     """Return the optimizer that `kmp.scaled` was given, as an instance."""
+    if isinstance(optimizer, (type, str)) and (name := plain_name_of(optimizer)):
+        # Keras would number it, and an Orbax checkpoint would not bring it back.
+        arguments = {"name": name, **arguments}
     if isinstance(optimizer, type):
         inner = optimizer(**arguments)
     elif isinstance(optimizer, str):

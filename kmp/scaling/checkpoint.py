@@ -62,8 +62,13 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
         return
     keys = set(store.keys())
     if not keys or not optimizer.built:
-        reason = "the file holds none" if not keys else "the optimizer is not built yet"
-        warn(f"The state of {optimizer.name!r} is not loaded: {reason}.")
+        reason = "the file holds none."
+        if keys:
+            reason = (
+                "the optimizer is not built yet. To go on from it, write "
+                "model.optimizer.build(model.trainable_variables) before model.load_weights(...)."
+            )
+        warn(f"The state of {optimizer.name!r} is not loaded: {reason}")
         return
     own = {v.name: v for v in optimizer.own_variables}
     inner, rule = optimizer.inner_optimizer.variables, optimizer.loss_scale

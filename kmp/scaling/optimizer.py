@@ -19,7 +19,7 @@ from kmp.health.spikes import PeakState
 from kmp.health.spikes import get as get_spikes
 from kmp.health.telemetry import NO_SAMPLING, Telemetry
 from kmp.precision.trees import all_finite
-from kmp.scaling import arguments, checkpoint
+from kmp.scaling import arguments, checkpoint, restored
 from kmp.scaling.inner import ON_OVERFLOW, DroppedWindow, WrapsInner
 from kmp.scaling.step import Counters, ScaledStep, plan_for
 
@@ -113,6 +113,8 @@ class LossScaleOptimizer(WrapsInner):
         rule = arguments.choose_rule(loss_scale, initial_scale, dynamic_growth_steps)
         inner_optimizer = arguments.checked_inner(inner_optimizer)
         state = arguments.checked_state(rule)
+        # By a name of its own each time, an Orbax checkpoint would not bring it back.
+        name = name or "loss_scale_optimizer"
         super().__init__(inner_optimizer, float(state.scale), name=name, **kwargs)
         self.loss_scale, self.spikes = rule, get_spikes(spikes)
         # Not the state itself: TensorFlow's tracking replaces tuples that are set.
@@ -124,6 +126,7 @@ class LossScaleOptimizer(WrapsInner):
         self.half_memory = HalfMemory(rounding, slot_dtype, master_weights)
         self.variable_paths: tuple[str, ...] = ()
         self.scale_was_read, self._warned_of_unscaled_loss = False, False
+        self._is_restored = False  # whether that has been looked at, or steps were made since
         self.step_scales_loss: bool | None = None
         self.measures_details = False
         self.first_sampling = NO_SAMPLING
@@ -163,6 +166,18 @@ class LossScaleOptimizer(WrapsInner):
         return self.scaled_step.counters.state
 
     @property
+    def variables(self) -> list[Variable]:
+        """The wrapper's variables, then those of the inner optimizer."""
+        # On JAX the state is read here before each training, and traced steps cannot read it.
+        self._look_at_restored()
+        return super().variables
+
+    def _look_at_restored(self) -> None:
+        """Warn, once, if a checkpoint has brought only a part of the state."""
+        if self.built and not self._is_restored:
+            self._is_restored = restored.warn_of_new_slots(self)
+
+    @property
     def divides_gradients(self) -> bool:
         """Whether gradients are divided by anything but 1."""
         return arguments.scales(self.loss_scale)
@@ -178,6 +193,7 @@ class LossScaleOptimizer(WrapsInner):
         var_list = list(var_list)
         arguments.refuse_complex(var_list)
         arguments.check_float16(self.loss_scale, var_list)
+        self._is_restored = restored.warn_of_counters_alone(self)
         scale_was_read = self.scale_was_read
         super().build(var_list)
         self.scale_was_read = scale_was_read  # TensorFlow's tracking reads what is set
@@ -281,6 +297,9 @@ class LossScaleOptimizer(WrapsInner):
                     "them, or call optimizer.build(model.trainable_variables) first."
                 )
             self.build(trainable_variables)
+        elif not self._is_restored:
+            self._look_at_restored()
+        self._is_restored = True  # from here on its state is of its own making
         variables = list(trainable_variables or self.scaled_step.variables)
         rows = keras_optimizer.rows_of(self, variables)
         arguments.refuse_unknown(variables, rows)

@@ -252,6 +252,13 @@ class JaxBackend(Backend):
         value, pull_back = jax.vjp(function, [v.value for v in variables])
         return value, pull_back(jnp.ones_like(value))[0]
 
+    def present_values(self, variables: Sequence[Variable]) -> Sequence[Tensor]:
+        values = [v._value for v in variables]
+        return values if all(x is not None and self.is_concrete(x) for x in values) else []
+
+    def outside_functions(self) -> contextlib.AbstractContextManager[Any]:
+        return jax.ensure_compile_time_eval()
+
     def is_concrete(self, x: Any) -> bool:
         return not isinstance(x, jax.core.Tracer)
 

@@ -473,6 +473,16 @@ class TensorFlowBackend(Backend):
             value = loss()
         return value, tape.gradient(value, [v.value for v in variables])
 
+    def present_values(self, variables: Sequence[Variable]) -> Sequence[Tensor]:
+        with tf.init_scope():
+            # Of a strategy the first replica's.
+            return [
+                tf.convert_to_tensor(getattr(v._value, "values", [v._value])[0]) for v in variables
+            ]
+
+    def outside_functions(self) -> contextlib.AbstractContextManager[Any]:
+        return tf.init_scope()
+
     def is_concrete(self, x: Any) -> bool:
         return not tf.is_symbolic_tensor(x)
 
