@@ -71,7 +71,7 @@ class TerminateOnNaN(keras.callbacks.Callback):
         if raise_error not in (False, True):
             raise ValueError(
                 "`raise_error` of TerminateOnNaN must be True or False. Received: "
-                f"raise_error={raise_error!r}. Write raise_error=True to end a dead run by an error."
+                f"raise_error={raise_error!r}. Write raise_error=True to raise an error."
             )
         self.raise_error = bool(raise_error)
         self.patience = whole_number("patience", patience, "TerminateOnNaN")
