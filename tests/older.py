@@ -41,6 +41,12 @@ def since_keras(release, because):
     return pytest.mark.skipif(is_before(release), reason=reason)
 
 
+torch_fit_on_processes = pytest.mark.skipif(
+    not hasattr(keras.Model(), "ddp_model"),
+    reason=f"Keras {keras.__version__} has no `fit` of several PyTorch processes; 3.16 will",
+)
+
+
 def installed(package):
     """Marks tests that run another package, such as a second backend."""
     found = importlib.util.find_spec(package) is not None

@@ -111,6 +111,27 @@ class Backend(abc.ABC):
         """Tell whether this process writes the event files of a model that several may train."""
         return True
 
+    def trains_together(self, model: Any) -> bool:
+        """Tell whether Keras's `fit` averages the gradients of a model over PyTorch's processes."""
+        return False
+
+    def over_processes(self, model: Any, x: Tensor, reduce: Callable[[Tensor, int], Any]) -> Any:
+        """Reduce a tensor over the processes that train a model together.
+
+        All of them have to call this, in the same order: nobody gets an answer before the last.
+
+        Args:
+            model: `keras.Model`.
+            x: what this process has, of the same shape and dtype in all.
+            reduce: a function such as `ops.max`, which takes the tensors of all processes, stacked
+                along a new first axis, and that axis. All get the same bits from it.
+
+        Returns:
+            What `reduce` returns; `x` if `trains_together` is False.
+        """
+        # On JAX one program spans all processes; on TensorFlow `fit` does not run on several.
+        return x
+
     # ---- Gradients: dense tensors, or sparse ones, which are `tf.IndexedSlices` ------------------
 
     def gradient_values(self, gradient: Gradient) -> Tensor:

@@ -1,7 +1,7 @@
 """The loss of each training step, kept inside the compiled step."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -25,6 +25,9 @@ class LossTracker(keras.metrics.Metric):
 
     Args:
         mean: Keras's metric.
+        over_processes: takes the loss of a step, float32[], and `ops.mean`; see
+            `Backend.over_processes`. All processes then keep the same losses, and so come to the
+            same decisions. `mean` is of this process: Keras sums it over all.
 
     Attributes:
         mean: the same.
@@ -34,9 +37,9 @@ class LossTracker(keras.metrics.Metric):
         nonfinite_losses: int32[], losses in a row up to now that were not finite.
     """
 
-    def __init__(self, mean: keras.metrics.Mean):
+    def __init__(self, mean: keras.metrics.Mean, over_processes: Callable[..., Any]):
         super().__init__(name=mean.name, dtype=mean.dtype)
-        self.mean = mean
+        self.mean, self._over_processes = mean, over_processes
         self._steps_inside = 0  # training steps that are being traced; replicas trace side by side
 
         def add(name, dtype="int32", shape=(), aggregation="only_first_replica"):
@@ -57,7 +60,8 @@ class LossTracker(keras.metrics.Metric):
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         if self._steps_inside:
-            self._count(ops.mean(ops.cast(values, "float32")))
+            loss = ops.mean(ops.cast(values, "float32"))
+            self._count(self._over_processes(loss, ops.mean))
         self.mean.update_state(values, sample_weight=sample_weight)
 
     def _count(self, loss: Any) -> None:

@@ -12,6 +12,7 @@ compiles from them are kept on Keras's own train function, so that they are foun
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -170,7 +171,8 @@ class _Functions:
 
     def __init__(self, model: Any):
         with training.strategy_scope(model):
-            self.tracker = LossTracker(training.loss_tracker(model))
+            over_processes = functools.partial(backend.over_processes, model)
+            self.tracker = LossTracker(training.loss_tracker(model), over_processes)
         self.train: dict[frozenset, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self.test: Any = None
         self.plain_test: Any = None

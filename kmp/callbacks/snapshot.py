@@ -82,12 +82,14 @@ def take_snapshot(model: Any, step: int, meant: Collection[int] = ()) -> Snapsho
     state, optimizers = training_state(model), _optimizers(model)
     scales = [_scale_of(optimizer) for optimizer in optimizers]
     live = backend.read(model, [*state, *(x for x in scales if x is not None)])
-    # Asked on the device: a process may hold a part only, and all have to come to one answer.
+    # Asked on the device: a process may hold a part only, or have statistics of its own, and all
+    # have to come to one answer.
     held = live[: len(state)]
     # A module's mask of -inf is one of its buffers.
     masks = [isinstance(v, Buffer) and "/running_" not in v.path for v in state]
     asked = [id(v) not in meant and not is_mask for v, is_mask in zip(state, masks, strict=True)]
-    if not bool(all_finite([x for x, is_asked in zip(held, asked, strict=True) if is_asked])):
+    finite = all_finite([x for x, is_asked in zip(held, asked, strict=True) if is_asked])
+    if not bool(backend.over_processes(model, finite, ops.all)):
         return None
     found = iter(live[len(state) :])
     loss_scales = [

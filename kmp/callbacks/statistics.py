@@ -15,7 +15,7 @@ from kmp._backend.types import Tensor, Variable
 
 
 def hold_statistics(
-    optimizer: Any,
+    model: Any,
     norms: Sequence[BatchNormalization],
     kept: Sequence[tuple[Variable, Tensor]],
     applied: Tensor,
@@ -25,7 +25,7 @@ def hold_statistics(
     As for gradients there is a budget: a true change of scale is followed once it is spent.
 
     Args:
-        optimizer: a `kmp.LossScaleOptimizer` with `spikes`, if there are `norms`.
+        model: compiled with a `kmp.LossScaleOptimizer` with `spikes`, if there are `norms`.
         norms: the batch normalizations.
         kept: variables, theirs among them, with their values before the step.
         applied: bool[], whether the step was applied. A skipped one has been undone already.
@@ -34,11 +34,13 @@ def hold_statistics(
     moved = [x for x in norms if x.trainable and id(getattr(x, "moving_variance", None)) in before]
     if not moved:
         return
+    optimizer = model.optimizer
     rule, counter = optimizer.spikes, optimizer.statistics_spent
     steps, spent = ops.convert_to_tensor(optimizer.steps), ops.convert_to_tensor(counter)
     variances = [x.moving_variance for x in moved]
     grown = [rule.keeps_statistics(before[id(v)], v.value, steps, spent) for v in variances]
-    holds = ops.logical_and(ops.any(ops.stack(grown)), applied)
+    has_grown = backend.over_processes(model, ops.any(ops.stack(grown)), ops.any)
+    holds = ops.logical_and(has_grown, applied)
     variables = [v for x in moved for v in (x.moving_mean, x.moving_variance)]
     backend.restore_unless(ops.logical_not(holds), variables, [before[id(v)] for v in variables])
     counter.assign(rule.spend(spent, holds))

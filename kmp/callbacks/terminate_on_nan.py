@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from kmp._backend import backend
 from kmp._common import warn, whole_number
 from kmp._keras import layers_of
 from kmp.callbacks.cadence import Cadence
@@ -35,12 +36,15 @@ class TerminateOnNaN(keras.callbacks.Callback):
             the loss scale are not judged: from 2**15 to the floor of 2**-48 there are 63.
         update_freq: int >= 1, training steps between two checks, whatever `steps_per_execution` is.
             Skipped steps and losses are counted in every step, also between checks.
+        raise_error: bool, as in Keras 3.13: whether to raise instead of stopping. `on_train_end` of
+            no callback is called then, so that BackupAndRestore keeps its backup.
 
     Attributes:
         stopped_because: str, why training was stopped; None if it was not.
 
     Raises:
         ValueError: if an argument is out of its range.
+        RuntimeError: in `fit`, with `raise_error=True`, when it would stop a run.
 
     Warns:
         kmp.PrecisionWarning: when it stops a run, with step, counts and the paths of the weights;
@@ -62,8 +66,14 @@ class TerminateOnNaN(keras.callbacks.Callback):
     run is that of optax's `apply_if_finite`, which then applies them.
     """
 
-    def __init__(self, patience: int = 30, update_freq: int = 100):
+    def __init__(self, patience: int = 30, update_freq: int = 100, *, raise_error: bool = False):
         super().__init__()
+        if raise_error not in (False, True):
+            raise ValueError(
+                "`raise_error` of TerminateOnNaN must be True or False. Received: "
+                f"raise_error={raise_error!r}. Write raise_error=True to raise an error."
+            )
+        self.raise_error = bool(raise_error)
         self.patience = whole_number("patience", patience, "TerminateOnNaN")
         self.update_freq = whole_number("update_freq", update_freq, "TerminateOnNaN")
         self.stopped_because: str | None = None
@@ -105,6 +115,10 @@ class TerminateOnNaN(keras.callbacks.Callback):
     def _stop_if(self, progress: Progress, reason: str | None) -> None:
         if reason and self.stopped_because is None:
             self.stopped_because = f"Step {progress.step}: {reason}"
+            if self.raise_error:
+                backend.settle(self._trained)  # nobody calls `on_train_end`, which would
+                release(self._trained, self)
+                raise RuntimeError(f"{self.stopped_because} Training ends.")
             self._trained.stop_training = True
             warn(f"{self.stopped_because} Training stops.")
 

@@ -59,7 +59,6 @@ def protected_step(
     tracked = _tracked_step(optimizer, train_step, tracker)
     if not is_loss_scale_optimizer(optimizer):
         return tracked  # which skips nothing
-    told_late = _is_kmps(optimizer) and not backend.SEES_LOSS
     # Buffers of PyTorch that the first step left alone, as masks: they are not copied in each step.
     idle: set[Any] = set()
     is_first = True
@@ -82,7 +81,7 @@ def protected_step(
             nonfinite_losses=losses,
             spikes=spikes[0] if spikes else None,
             norms=[x for x in layers if isinstance(x, BatchNormalization)] if spikes else [],
-            scale=optimizer.scaled_step.counters.state if told_late else None,
+            scale=_scale_before(model),
         )
 
     def after(kept: _Kept, logs: Any) -> Any:
@@ -93,7 +92,7 @@ def protected_step(
             is_first = False
             idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
         backend.restore_unless(applied, [v for v, _ in pairs], [x for _, x in pairs])
-        hold_statistics(optimizer, kept.norms, pairs, applied)
+        hold_statistics(model, kept.norms, pairs, applied)
         nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
         _restore_averages(kept, applied, _is_lost(optimizer, kept, nonfinite))
         if kept.scale is not None:
@@ -120,6 +119,18 @@ def _tracked_step(
         return logs
 
     return tracked
+
+
+def _scale_before(model: Any) -> Any:
+    """The state of the loss scale, if the optimizer must be told of the loss after the step.
+
+    Among several processes it knows only the loss of its own, and the tracker that of all.
+    """
+    knows_loss = backend.SEES_LOSS and not backend.trains_together(model)
+    if knows_loss or not _is_kmps(model.optimizer):
+        return None
+    rule = model.optimizer.scaled_step.counters.rule
+    return type(rule)(*backend.copied_values(list(rule)))
 
 
 def _is_lost(optimizer: Any, kept: _Kept, nonfinite: Tensor) -> Tensor:

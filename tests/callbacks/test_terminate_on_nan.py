@@ -115,6 +115,25 @@ def test_asynchronous_dispatch_stays_on():
     assert TerminateOnNaN.on_train_batch_end is keras.callbacks.Callback.on_train_batch_end
 
 
+def test_it_can_raise_instead():
+    """No callback's `on_train_end` is called; the model is as it was, and can train on."""
+    ended = []
+    last = keras.callbacks.LambdaCallback(on_train_end=lambda logs: ended.append(logs))
+    stop = TerminateOnNaN(patience=3, update_freq=3, raise_error=True)
+    model = linear_model()
+    with pytest.raises(RuntimeError, match=r"Step 6: 3 steps in a row .* Training ends\.$"):
+        fit(model, [stop, last], poisoned=range(3, 12))
+    assert not ended and "make_train_function" not in vars(model)
+    assert int(ops.convert_to_numpy(model.optimizer.skipped_steps)) == 3
+    history = fit(model, [TerminateOnNaN()])
+    assert history["skipped_steps"] == [3]
+
+
+def test_raise_error_is_true_or_false():
+    with pytest.raises(ValueError, match="`raise_error` of TerminateOnNaN must be True or False"):
+        TerminateOnNaN(raise_error="yes")
+
+
 @pytest.mark.parametrize(
     "arguments", [{"patience": 0}, {"patience": 1.5}, {"update_freq": 0}], ids=str
 )

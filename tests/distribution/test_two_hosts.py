@@ -1,20 +1,27 @@
-"""keras.distribution over two JAX processes that hold the data between them: `fit` as on one."""
+"""keras.distribution over two processes that hold the data between them: `fit` as on one."""
 
 import json
 import pathlib
 
 import keras
 import numpy as np
+import older
 import pytest
-import worker_jax
+import worker_hosts
+from conftest import BACKEND
 from processes import environment, free_ports, run_all
 
-pytestmark = [pytest.mark.only("jax"), pytest.mark.slow]
+# On PyTorch it takes 20 s, and nothing where Keras has no such `fit`.
+pytestmark = (
+    [pytest.mark.only("torch"), older.torch_fit_on_processes]
+    if BACKEND == "torch"
+    else [pytest.mark.only("jax"), pytest.mark.slow]
+)
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT = 600  # seconds; alone on two cores it takes 90
 ACROSS = "model_parallel_across_hosts"
-every_distribution = pytest.mark.parametrize("name", worker_jax.DISTRIBUTIONS)
+every_distribution = pytest.mark.parametrize("name", worker_hosts.DISTRIBUTIONS)
 
 
 class Hosts:
@@ -34,13 +41,14 @@ def hosts(tmp_path_factory):
     environments = [
         environment(
             JAX_PLATFORMS="cpu",
+            GLOO_SOCKET_IFNAME="lo",
             KERAS_DISTRIBUTION_JOB_ADDRESSES=meeting_point,
             KERAS_DISTRIBUTION_NUM_PROCESSES="2",
             KERAS_DISTRIBUTION_PROCESS_ID=str(rank),
         )
         for rank in range(2)
     ]
-    run_all([[HERE / "worker_jax.py", directory]] * 2, environments, directory, TIMEOUT)
+    run_all([[HERE / "worker_hosts.py", directory]] * 2, environments, directory, TIMEOUT)
     return Hosts(directory)
 
 
@@ -50,7 +58,7 @@ def alone(tmp_path_factory):
     directory = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        found = worker_jax.run(worker_jax.ALL, directory / "logs")
+        found = worker_hosts.run(worker_hosts.ALL, directory / "logs")
     keras.utils.clear_session()
     return json.loads(json.dumps(found))
 
@@ -121,7 +129,7 @@ def test_process_0_alone_writes_event_files(hosts, name):
 
 
 def test_keras_still_cannot_save_what_no_process_holds_as_a_whole(hosts):
-    for name in worker_jax.DISTRIBUTIONS:
+    for name in worker_hosts.DISTRIBUTIONS:
         resumed = hosts.found(name)["resumed"]
         if name == ACROSS:
             assert "spans non-addressable" in resumed["refused"]

@@ -64,6 +64,19 @@ class TorchBackend(Backend):
     def writes_logs(self, model: Any) -> bool:
         return not _with_other_processes() or torch.distributed.get_rank() == 0
 
+    def trains_together(self, model: Any) -> bool:
+        # Since Keras 3.16, where `torch.distributed` is initialised.
+        return getattr(model, "ddp_model", None) is not None
+
+    def over_processes(self, model: Any, x: Tensor, reduce: Callable[[Tensor, int], Any]) -> Any:
+        if not self.trains_together(model):
+            return x
+        group = model.ddp_model.process_group
+        row = ops.convert_to_tensor(x).detach()[None]  # compiled, it gathers no scalars
+        gathered = [torch.empty_like(row) for _ in range(group.size())]
+        torch.distributed.all_gather(gathered, row, group=group)
+        return reduce(torch.cat(gathered), 0)
+
     def multiply(self, leaves: Sequence[Any], factor: Tensor) -> Sequence[Any]:
         # On GPUs in a kernel for many. (Keras's conversions take longer than the product.)
         factor = ops.convert_to_tensor(factor)

@@ -318,15 +318,20 @@ def nonfinite_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -
     values = backend.read(model, [v for v, _ in pairs], each=True)
     values += backend.read(model, slots)  # which replicas have in common
     pairs += [(v, None) for v in slots]
-    found = []
-    flags = ops.convert_to_numpy(backend.are_finite(values)) if values else ()
-    for (v, layer), x, is_finite in zip(pairs, values, flags, strict=True):
+    if not values:
+        return []
+    sound = ops.convert_to_numpy(backend.are_finite(values)).copy()
+    for i in np.flatnonzero(~sound):
+        v, layer = pairs[i]
         is_statistic = isinstance(layer, BatchNormalization) or _is_torchs(v)
         may_hold_inf = layer and not is_statistic
-        if not is_finite and (not may_hold_inf or bool(ops.any(ops.isnan(x)))):
-            reason = f"{v.path.split('/')[-1]} holds inf or NaN"
-            found.append(Corrupted(v.path, reason, of_layer=layer is not None))
-    return found
+        sound[i] = may_hold_inf and not bool(ops.any(ops.isnan(values[i])))
+    sound = ops.convert_to_numpy(backend.over_processes(model, sound, ops.all))
+    lost = [pairs[i] for i in np.flatnonzero(~sound)]
+    return [
+        Corrupted(v.path, f"{v.path.split('/')[-1]} holds inf or NaN", of_layer=layer is not None)
+        for v, layer in lost
+    ]
 
 
 def matrix_norms(model: Any) -> dict[str, float]:
@@ -354,7 +359,8 @@ def moving_variances(model: Any, layers: Sequence[keras.Layer]) -> list[MovingVa
     if not pairs:
         return []
     values = backend.read(model, [v for v, _ in pairs], each=True)
-    largest = ops.convert_to_numpy(_maxima(values)).tolist()
+    maxima = backend.over_processes(model, _maxima(values), ops.max)
+    largest = ops.convert_to_numpy(maxima).tolist()
     found = zip(pairs, largest, strict=True)
     return [MovingVariance(v.path, now, epsilon) for (v, epsilon), now in found]
 

@@ -1,6 +1,6 @@
-"""One of the two processes of test_two_hosts.py, each with two devices of the four.
+"""One of the two processes of test_two_hosts.py, on JAX with two devices of the four.
 
-    python worker_jax.py DIRECTORY
+    python worker_hosts.py DIRECTORY
 
 Where they meet, and which of them this is, stands in the environment, as docs/guide.md says. For
 each of DISTRIBUTIONS the process works in DIRECTORY/DISTRIBUTION/host_RANK and writes what `run`
@@ -45,15 +45,18 @@ DISTRIBUTIONS = {
     "model_parallel": lambda: model_parallel(["batch", "model"]),
     "model_parallel_across_hosts": lambda: model_parallel(["model", "batch"]),
 }
+if keras.backend.backend() == "torch":
+    DISTRIBUTIONS = {"data_parallel": data_parallel}
 
 
 def main(directory):
-    import jax
+    if keras.backend.backend() == "jax":
+        import jax
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_num_cpu_devices", 2)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.config.update("jax_num_cpu_devices", 2)
     keras.distribution.initialize()
-    rank, half = jax.process_index(), BATCH // 2
+    rank, half = int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"]), BATCH // 2
     own_rows = slice(rank * half, (rank + 1) * half)
     for name, distribution in DISTRIBUTIONS.items():
         home = pathlib.Path(directory, name, f"host_{rank}")
@@ -63,6 +66,9 @@ def main(directory):
         found = run(ALL if "across" in name else own_rows, home.parent / "shared_logs")
         pathlib.Path("results.json").write_text(json.dumps(found))
         keras.utils.clear_session()
+    if keras.backend.backend() == "torch":
+        # Now and then CPython never ends its last garbage collection after DistributedDataParallel.
+        os._exit(0)
 
 
 def run(rows, log_dir):
@@ -168,7 +174,9 @@ def make_model(learning_rate=float(BATCH), loss=None):
 
 def assert_distributed(model):
     distribution = keras.distribution.distribution()
-    if distribution is not None:
+    if distribution is not None and keras.backend.backend() == "torch":
+        assert model.ddp_model is not None
+    elif distribution is not None:
         sharding = model.trainable_variables[0].value.sharding
         assert len(sharding.device_set) == 4
         in_pieces = isinstance(distribution, keras.distribution.ModelParallel)
