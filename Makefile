@@ -11,6 +11,7 @@ NARROW = "not wide and (not slow or quick)"
 # What `make test` runs compiles as users do, and so does the contract on all versions. The other
 # tests leave out what XLA's CPU compiler does for speed, which takes a third of the time.
 QUICK = XLA_FLAGS=--xla_backend_optimization_level=0
+REST = KMP_A_FIFTH_RESTS=1
 # What the oldest versions run besides: layers, callbacks, conversion, checkpoints.
 OLDEST = tests/layers tests/callbacks tests/models/test_convert.py tests/precision \
   tests/saved_files tests/scaling/test_checkpoint.py tests/scaling/test_optimizer.py \
@@ -33,12 +34,13 @@ test: $(VENV)/test.stamp lint
 	KERAS_BACKEND=jax $(PYTEST) -m "core and not wide and not slow" $(CORE)
 
 # Every test: on TensorFlow and JAX, which share the further points of the grids; the core on PyTorch;
-# the contract and a sixth of the others on the oldest versions. CI runs this. What `make test` has
-# just run is left out.
+# the contract and a sixth of the others on the oldest versions. CI runs this, in 90 minutes at most:
+# of the wide and slow tests a fifth rests each day, another one the next. What `make test` has just
+# run is left out.
 test-all: test $(VENV)-oldest/stamp
 	$(QUICK) KERAS_BACKEND=jax $(PYTEST_OLDEST) -m first $(CORE) $(OLDEST)
-	$(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "not first"
-	$(QUICK) KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
+	$(REST) $(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "not first"
+	$(REST) $(QUICK) KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
 	KERAS_BACKEND=torch $(PYTEST) --durations=25 -m $(NARROW) $(TORCH)
 
 # Every test and every point of every grid on every backend, and the oldest versions: two hours,
