@@ -207,10 +207,11 @@ def test_a_step_takes_no_more_operators_for_more_variables(measures, monkeypatch
     def operators(optimizer, number):
         variables = [keras.Variable(np.ones((8, 8), "float32")) for _ in range(number)]
         run = Run(optimizer, variables=variables)
-        if isinstance(optimizer, kmp.LossScaleOptimizer):
-            optimizer.steps.assign(200)  # past those that are all measured
-            optimizer.scale_loss(0.0)
         gradients = [torch.ones(8, 8) for _ in variables]
+        if isinstance(optimizer, kmp.LossScaleOptimizer):
+            optimizer.scale_loss(0.0)
+            optimizer.apply(gradients, run.variables)
+            optimizer.steps.assign(200)  # past those that are all measured
         with Counter() as counter:
             optimizer.apply(gradients, run.variables)
         return counter.number
@@ -232,9 +233,11 @@ def test_a_step_calls_no_more_functions_than_with_kerass_optimizer(measures):
     def called(make):
         optimizer = make(keras.optimizers.Adam())
         run = Run(optimizer, variables=[keras.Variable(np.ones((8, 8))) for _ in range(6)])
-        if isinstance(optimizer, kmp.LossScaleOptimizer):
-            optimizer.steps.assign(200)  # past those that are all measured
         gradients = [torch.ones(8, 8) for _ in run.variables]
+        if isinstance(optimizer, kmp.LossScaleOptimizer):
+            optimizer.scale_loss(0.0)
+            optimizer.apply(gradients, run.variables)
+            optimizer.steps.assign(200)  # past those that are all measured
         events = []
         for _ in range(2):  # the first one fills caches
             events.clear()
