@@ -521,7 +521,9 @@ KERAS_BACKEND=jax python benchmarks/experiments/verdicts.py run --programs 2000
 python benchmarks/experiments/verdicts.py page     # writes this page
 ```
 
-The programs of a group differ in data, rate and fault, and share what is compiled.
+The programs of a group differ in data, rate and fault, and share what is compiled. They ran while
+detectors were being cured. Each on which verdict and weights disagreed was run once more on the
+last code, and stands here as it was then; the others were not.
 """
 
 
