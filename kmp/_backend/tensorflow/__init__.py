@@ -474,11 +474,13 @@ class TensorFlowBackend(Backend):
         return value, tape.gradient(value, [v.value for v in variables])
 
     def present_values(self, variables: Sequence[Variable]) -> Sequence[Tensor]:
+        # Of a strategy the first replica's.
+        held = [getattr(v._value, "values", [v._value])[0] for v in variables]
         with tf.init_scope():
-            # Of a strategy the first replica's.
-            return [
-                tf.convert_to_tensor(getattr(v._value, "values", [v._value])[0]) for v in variables
-            ]
+            # What is made while a function is traced gets its value after that.
+            if not all(bool(x.is_initialized()) for x in held):
+                return []
+            return [tf.convert_to_tensor(x) for x in held]
 
     def outside_functions(self) -> contextlib.AbstractContextManager[Any]:
         return tf.init_scope()
