@@ -11,6 +11,7 @@ import sys
 import pytest
 
 UPSTREAM = pathlib.Path(__file__).parents[1] / "upstream"
+TESTS = UPSTREAM / "loss_scale_optimizer_test.py::LossScaleOptimizerChangesTest"
 NAMES = sorted(path.stem for path in UPSTREAM.glob("*.patch"))
 NIGHTLY = {x.metadata["Name"] for x in importlib.metadata.distributions()} & {"keras-nightly"}
 
@@ -34,7 +35,7 @@ def run_test(directory, name):
     """The output of the test of a change, by the package in a directory; whether it passed."""
     alone = ["-q", "-p", "no:cacheprovider", "-c", os.devnull]  # without kmp's own settings
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *alone, UPSTREAM / f"{name}_test.py"],
+        [sys.executable, "-m", "pytest", *alone, f"{TESTS}::test_{name}"],
         env={**os.environ, "PYTHONPATH": str(directory), "KERAS_BACKEND": "tensorflow"},
         cwd=directory,
         capture_output=True,
