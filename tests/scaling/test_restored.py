@@ -3,6 +3,8 @@
 `set_state_tree` is what Keras calls with what it has read from an Orbax checkpoint.
 """
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -89,11 +91,39 @@ def test_a_sequential_model_without_its_prefix():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="only")])
     compile(model, kmp.scaled("adam"))
     loaded = keras.Sequential.from_config(model.get_config())
-    assert model.weights[0].path != loaded.weights[0].path == "only/kernel"
+    if model.weights[0].path == loaded.weights[0].path:
+        pytest.skip("this Keras, 3.16 or newer, gives the layers their prefix")
     compile(loaded, kmp.scaled("adam"))
     build(loaded).set_state_tree(tree_of(train(model)))
     with pytest.warns(kmp.PrecisionWarning, match="write load_weights"):
         train(loaded)
+
+
+def unnamed():
+    """A model whose layers Keras numbers."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    compile(model, kmp.scaled("adam", learning_rate=0.1))
+    return model
+
+
+@pytest.mark.slow
+def test_who_follows_the_advice_has_the_whole_state():
+    keras.utils.clear_session()
+    saved = train(unnamed())
+    for make, advised in (
+        (lambda: build(unnamed()), "call keras.utils.clear_session() before you make them"),
+        (unnamed, "build(model.trainable_variables) before model.load_weights"),
+    ):
+        restored = make()
+        restored.set_state_tree(tree_of(saved))
+        with pytest.warns(kmp.PrecisionWarning, match=re.escape(advised)):
+            train(restored)
+        keras.utils.clear_session()
+        restored = build(unnamed())
+        restored.set_state_tree(tree_of(saved))
+        for expected, received in zip(numbers(saved), numbers(restored), strict=True):
+            np.testing.assert_array_equal(received, expected)
+        train(restored)
 
 
 def test_restored_before_the_optimizer_is_built():
