@@ -1,7 +1,7 @@
 """What another process that trains the same model holds counts for this one too.
 
-PyTorch's processes each have moving statistics of their own. Here `over_processes` plays the others;
-tests/distribution/test_two_hosts.py runs real ones where Keras can `fit` on several.
+PyTorch's processes each have moving statistics of their own. Here `over_processes` plays the
+others; tests/distribution/test_two_hosts.py runs real ones where Keras can `fit` on several.
 """
 
 import keras
