@@ -173,8 +173,9 @@ def plain_name_of(optimizer: Any) -> str | None:
         The name; None of a class that is not Keras's, whose constructor may take none.
     """
     for each in vars(keras.optimizers).values():
-        by_name = isinstance(each, type) and each.__name__.lower() == str(optimizer).lower()
-        if isinstance(each, type) and (each is optimizer or by_name):
+        if not isinstance(each, type):
+            continue
+        if each is optimizer or each.__name__.lower() == str(optimizer).lower():
             return to_snake_case(each.__name__)
     return None
 
