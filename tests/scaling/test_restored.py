@@ -234,10 +234,10 @@ def renamed():
 
 @pytest.mark.only("tensorflow")
 def test_under_a_strategy_in_fit():
-    import tensorflow as tf
+    from replicas import mirrored
 
     saved = train(make_model())
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    with mirrored(2).scope():
         restored = build(make_model(("one", "two")))
         restored.compile(restored.optimizer, "mse")
     restored.set_state_tree(tree_of(saved))
