@@ -190,7 +190,7 @@ class Backend(abc.ABC):
         XLA does that in one reduction: it reads each gradient once, and writes no column to memory.
 
         Args:
-            columns: tensors of one shape.
+            columns: tensors of one shape. The second holds no negative number.
             axes: the axes to reduce over.
         """
         pairs = enumerate(columns)

@@ -23,20 +23,18 @@ from kmp.health.measure import LEVELS, GradientGroup, group_gradients
 class _Way(NamedTuple):
     """How a target measures gradients."""
 
-    # (small, large gradients): whether the pass that checks for inf and NaN also measures levels.
-    with_the_check: tuple[bool, bool]
+    with_the_check: bool  # whether the pass that checks for inf and NaN also measures levels
     together: bool  # whether large gradients of one shape are reduced as a stack
     branches: bool  # whether to use conditionals. They save work, but stall an accelerator
 
 
 _WAYS = {
     # XLA fuses a stack into its reduction on GPUs; elsewhere it writes the stack to memory.
-    "gpu": _Way(with_the_check=(True, True), together=True, branches=False),
-    "tpu": _Way(with_the_check=(True, True), together=False, branches=False),
-    # A second reduction of small gradients would take longer to compile than it could ever save.
-    "cpu": _Way(with_the_check=(True, False), together=False, branches=True),
-    "host": _Way(with_the_check=(False, False), together=False, branches=True),  # outside XLA
-    "torch.compile": _Way(with_the_check=(True, True), together=False, branches=False),
+    "gpu": _Way(with_the_check=True, together=True, branches=False),
+    "tpu": _Way(with_the_check=True, together=False, branches=False),
+    "cpu": _Way(with_the_check=True, together=False, branches=True),
+    "host": _Way(with_the_check=False, together=False, branches=True),  # outside XLA
+    "torch.compile": _Way(with_the_check=True, together=False, branches=False),
 }
 
 
@@ -150,10 +148,9 @@ class MeasurePlan:
             return table
         return ops.where(ops.convert_to_tensor(is_next_value)[:, None], 0.0, table)
 
-    def is_checked_with_levels(self, group: GradientGroup, way: _Way) -> bool:
-        """Tell whether every step measures the levels of a group."""
-        small, large = way.with_the_check
-        return self.max_abs or self.norm or (self.levels and (small if group.stacked else large))
+    def measures_with_the_check(self, way: _Way) -> bool:
+        """Tell whether every step measures the levels of all gradients."""
+        return self.max_abs or self.norm or (self.levels and way.with_the_check)
 
 
 class Gradients(NamedTuple):
@@ -242,16 +239,13 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
     def check(target: str, *tensors: Any) -> Sequence[Tensor]:
         way = _WAYS[target]
         true = gradients.filled(tensors).true()
-        always = [group for group in true if plan.is_checked_with_levels(group, way)]
-        others = [group for group in true if not plan.is_checked_with_levels(group, way)]
-        find = functools.partial(
-            measure.find_nonfinite, others, number, together=way.together, sharding=plan.sharding
+        if plan.measures_with_the_check(way):
+            levels = _levels(plan, true, target)
+            return measure.nonfinite_of(levels), levels
+        nonfinite = measure.find_nonfinite(
+            true, number, together=way.together, sharding=plan.sharding
         )
-        if not always:
-            return find(), ops.zeros((number, len(LEVELS)), "float32")
-        levels = _levels(plan, always, target)
-        nonfinite = measure.nonfinite_of(levels)
-        return (nonfinite + find() if others else nonfinite), levels
+        return nonfinite, ops.zeros((number, len(LEVELS)), "float32")
 
     shapes = [(number,), (number, len(LEVELS))]
     return tuple(plan.per_target(check, shapes, gradients.of, gradients.tensors))
@@ -263,21 +257,15 @@ def _complete(
     """float32[n, 4]: the levels of all gradients if `due`, else those of `health`."""
 
     def complete(target: str, due: Any, levels: Any, health: Any, *tensors: Any) -> list[Tensor]:
-        way = _WAYS[target]
-        given = gradients.filled(tensors)
-        others = [group for group in given.groups if not plan.is_checked_with_levels(group, way)]
+        previous = health[:, : len(LEVELS)]
+        if plan.measures_with_the_check(_WAYS[target]):
+            return [ops.where(due, plan.of_gradients(levels), previous)]
 
         def all_levels() -> Tensor:
-            if not others:
-                return plan.of_gradients(levels)
             # Divide inside the branch: outside, every step would write the quotients to memory.
-            true = given._replace(groups=others).true()
-            return plan.of_gradients(levels + _levels(plan, true, target))
+            return plan.of_gradients(_levels(plan, gradients.filled(tensors).true(), target))
 
-        previous = health[:, : len(LEVELS)]
-        if others and way.branches:
-            return [backend.branch(due, all_levels, previous)]
-        return [ops.where(due, all_levels(), previous)]
+        return [backend.branch(due, all_levels, previous)]
 
     shapes = [(len(plan.sizes), len(LEVELS))]
     tensors = due, levels, health, *gradients.tensors
