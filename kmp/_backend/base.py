@@ -182,6 +182,11 @@ class Backend(abc.ABC):
         """Return bool[n]: which of n float tensors are finite throughout. None of them is empty."""
         return ops.stack([ops.all(ops.isfinite(x)) for x in tensors])
 
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return float32[n]: the l2 norm of each of n float tensors, summed in float32."""
+        squares = [ops.sum(ops.square(ops.cast(x, "float32"))) for x in tensors]
+        return ops.sqrt(ops.stack(squares))
+
     def reduce_columns(
         self, columns: tuple[Tensor, ...], axes: tuple[int, ...]
     ) -> tuple[Tensor, ...]:

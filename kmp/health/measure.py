@@ -244,15 +244,28 @@ def find_nonfinite(
     if not groups:
         return ops.zeros((number,), "float32")
     if not backend.inside_xla():
-        order = [i for group in groups for i in group.members]
-        rows = (
-            ops.unstack(group.values) if group.stacked else [_values_of(group)] for group in groups
-        )
-        values = list(itertools.chain.from_iterable(rows))
+        values, order = _one_by_one(groups)
         return _in_rows(ops.cast(~backend.are_finite(values), "float32"), order, number)
     find = functools.partial(_reduce_groups, _look_for_nonfinite, lambda found: ops.maximum(*found))
     found = find(groups, number, together)
     return sharding.reduced(ops.cast(found, "float32"))[1]
+
+
+def find_norms(groups: Sequence[GradientGroup], number: int) -> Tensor:
+    """float32[number]: the l2 norm of each gradient, by a pass of its own outside XLA.
+
+    Where a gradient is not finite, neither is its norm; 0 for missing ones.
+    """
+    if not groups:
+        return ops.zeros((number,), "float32")
+    values, order = _one_by_one(groups)
+    return _in_rows(backend.norms(values), order, number)
+
+
+def _one_by_one(groups: Sequence[GradientGroup]) -> tuple[list[Tensor], list[int]]:
+    """The gradients of the groups, and which variable each belongs to."""
+    rows = (ops.unstack(group.values) if group.stacked else [_values_of(group)] for group in groups)
+    return list(itertools.chain.from_iterable(rows)), [i for group in groups for i in group.members]
 
 
 def _look_for_nonfinite(values: Tensor) -> Columns:

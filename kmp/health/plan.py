@@ -150,7 +150,7 @@ class MeasurePlan:
 
     def measures_with_the_check(self, way: _Way) -> bool:
         """Tell whether every step measures the levels of all gradients."""
-        return self.max_abs or self.norm or (self.levels and way.with_the_check)
+        return self.max_abs or ((self.norm or self.levels) and way.with_the_check)
 
 
 class Gradients(NamedTuple):
@@ -245,7 +245,11 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
         nonfinite = measure.find_nonfinite(
             true, number, together=way.together, sharding=plan.sharding
         )
-        return nonfinite, ops.zeros((number, len(LEVELS)), "float32")
+        if not plan.norm:
+            return nonfinite, ops.zeros((number, len(LEVELS)), "float32")
+        columns = [ops.zeros((number,), "float32")] * len(LEVELS)
+        columns[measure.L2_NORM] = measure.find_norms(true, number)
+        return nonfinite, ops.stack(columns, axis=1)
 
     shapes = [(number,), (number, len(LEVELS))]
     return tuple(plan.per_target(check, shapes, gradients.of, gradients.tensors))

@@ -99,6 +99,10 @@ class TorchBackend(Backend):
             return _isfinite(tensors[0])[None]
         return (_norms_are_finite if tensors[0].is_cuda else _extremes_are_finite)(tensors)
 
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        wide = [x if x.element_size() >= 4 else x.float() for x in tensors]
+        return torch.stack([x.float() for x in torch._foreach_norm(wide)])
+
     def reduce_columns(
         self, columns: tuple[Tensor, ...], axes: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
