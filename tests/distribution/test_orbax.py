@@ -1,5 +1,7 @@
 """Two JAX processes that save with Orbax: one is killed, and both go on bit for bit.
 
+And what one process alone loses in silence, in Keras itself.
+
 Orbax is in the extra `orbax`; `make orbax` installs it and runs this.
 """
 
@@ -7,7 +9,9 @@ import importlib.util
 import pathlib
 import time
 
+import keras
 import numpy as np
+import older
 import pytest
 import worker_orbax
 from processes import environment, free_ports, run_all, started
@@ -87,3 +91,62 @@ def test_all_arrays_are_those_of_a_run_that_nobody_killed(uninterrupted, resumed
         steps = worker_orbax.EPOCHS * worker_orbax.STEPS
         assert expected["loss_scale_optimizer.iteration"] == steps
         assert 0 < expected["loss_scale_optimizer.skipped_steps"] < steps
+
+
+# Orbax says so of each checkpoint that is read on one device, where Keras gives it no shardings.
+without_shardings = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+
+def sequential():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+
+
+def saved_by_keras(directory):
+    """The arrays of a model that plain Keras trained and saved, without its zeros."""
+    model = sequential()
+    model.compile("adam", "mse")
+    save = keras.callbacks.OrbaxCheckpoint(str(directory), save_on_background=False)
+    model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0, callbacks=[save])
+    return arrays(model)
+
+
+def arrays(model):
+    return [v.numpy() for v in (*model.trainable_variables, *model.optimizer.variables)]
+
+
+def restored(model, saved):
+    return sum(np.array_equal(a, b) for a, b in zip(saved, arrays(model), strict=True) if a.any())
+
+
+@without_shardings
+def test_keras_still_restores_nothing_into_a_second_model(tmp_path):
+    """Any other warning would fail this test."""
+    keras.utils.clear_session()
+    saved = saved_by_keras(tmp_path)
+    second = sequential()
+    second.compile(keras.optimizers.Adam(name="adam"), "mse")
+    second.optimizer.build(second.trainable_variables)
+    second.load_weights(tmp_path)
+    assert restored(second, saved) == 2  # the count of steps and the learning rate
+
+
+@without_shardings
+@pytest.mark.skipif(not older.is_before("3.16.0"), reason="Keras 3.16 gives layers their prefix")
+def test_keras_still_loads_a_sequential_model_without_its_weights(tmp_path):
+    """keras#23251."""
+    keras.utils.clear_session()
+    saved = saved_by_keras(tmp_path)
+    loaded = keras.models.load_model(tmp_path)
+    assert restored(loaded, saved) == 2
+
+
+@without_shardings
+def test_load_weights_into_a_model_of_the_same_names_restores_all(tmp_path):
+    keras.utils.clear_session()
+    saved = saved_by_keras(tmp_path)
+    keras.utils.clear_session()
+    again = sequential()
+    again.compile("adam", "mse")
+    again.optimizer.build(again.trainable_variables)
+    again.load_weights(tmp_path)
+    assert restored(again, saved) == sum(x.any() for x in saved) > 10

@@ -4,8 +4,8 @@
 
 For each distribution it trains up to EPOCHS, from the last checkpoint in
 DIRECTORY/DISTRIBUTION/checkpoints on if there is one, and writes all arrays to
-DIRECTORY/DISTRIBUTION/host_RANK.npz. Process 1 kills itself in the epoch of the number EPOCH; -1 for
-none.
+DIRECTORY/DISTRIBUTION/host_RANK.npz. Process 1 kills itself in the epoch of the number EPOCH; -1
+for none.
 """
 
 import os
