@@ -45,6 +45,20 @@ def test_keras_still_leaves_torch_modules_in_float32():
     assert [x.compute_dtype for x in model.layers] == ["float32", "bfloat16", "float32"]
 
 
+@pytest.mark.parametrize("file", ["model.keras", "model.weights.h5"])
+def test_keras_still_saves_no_seed_of_dropout(tmp_path, file):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dropout(0.5, seed=3), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
+    (model.save if file.endswith(".keras") else model.save_weights)(tmp_path / file)
+    seed = model.layers[0].seed_generator.state
+    assert seed.numpy().tolist() == [3, 1]
+    seed.assign([3, 0])
+    model.load_weights(tmp_path / file)
+    assert seed.numpy().tolist() == [3, 0]
+
+
 # Orbax: `load_weights` of a directory hands `set_state_tree` what it has read, and says nothing of
 # what has no place. tests/distribution/test_orbax.py does both with Orbax itself.
 
