@@ -23,7 +23,7 @@ TORCH = $(CORE) $(patsubst %,tests/%,test_custom_loops.py test_defects.py test_f
   models/test_weights.py)
 
 .PHONY: quickstart test test-all test-whole test-oldest test-pre dist-check lint site notebooks programs \
-  trackers compiled-counts gpu clean
+  trackers orbax compiled-counts gpu clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
@@ -114,6 +114,13 @@ trackers:
 	  --constraint constraints.txt --editable '.[tensorflow,trackers,test]'
 	KERAS_BACKEND=tensorflow $(VENV)-trackers/bin/python -m pytest tests/test_trackers.py
 
+# Orbax's checkpoints of two processes on JAX, which `make test-all` leaves out.
+orbax:
+	$(PYTHON) -m venv $(VENV)-orbax
+	$(VENV)-orbax/bin/pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[jax,orbax,test]'
+	KERAS_BACKEND=jax $(VENV)-orbax/bin/python -m pytest tests/distribution/test_orbax.py
+
 # The site, in build/site. A warning, or a link that leads nowhere, is an error.
 site: $(VENV)-site/stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)-site/bin/mkdocs build --quiet --strict
@@ -165,4 +172,4 @@ $(VENV)/test.stamp: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 
 clean:
 	rm -rf $(VENV) $(VENV)-h100 $(VENV)-oldest $(VENV)-pre $(VENV)-dist $(VENV)-programs $(VENV)-trackers \
-	  $(VENV)-site $(VENV)-gpu build dist *.egg-info logs
+	  $(VENV)-orbax $(VENV)-site $(VENV)-gpu build dist *.egg-info logs

@@ -89,6 +89,11 @@ EXPECTED = {
         rf"^ loop: loss scale {CUSTOM_LOOP_SCALE}, 2 of 56 steps skipped, 54 applied$",
         rf"^  fit: loss scale {CUSTOM_LOOP_SCALE}, 2 of 56 steps skipped, 54 applied$",
     ],
+    "several_hosts.py": {
+        "tensorflow": [r"^On tensorflow Keras \S+ has no fit of several processes\.$"],
+        "jax": [r"^Process 0 of 1 begins with epoch 1\.$", r"^Process 0 of 1: HEALTHY: loss scale"],
+        "torch": [r"^Process 0 of 1: HEALTHY|has no fit of several processes\.$"],
+    },
     "distributed.py": {
         "tensorflow": [
             r"^After a batch with inf on the last replica: weights moved: False$",
@@ -114,7 +119,7 @@ ON_TORCH_ALONE = {"quantization_aware.py", "when_float16_fails.py"}
 NOT_ON_JAX = {"keep_one_layer_in_float32.py"}
 
 # Those that make devices, and settings of the process, of their own.
-IN_A_PROCESS_OF_THEIR_OWN = {"distributed.py", "bfloat16_tpu.py"}
+IN_A_PROCESS_OF_THEIR_OWN = {"distributed.py", "several_hosts.py", "bfloat16_tpu.py"}
 
 
 def run_here(script, monkeypatch, directory):

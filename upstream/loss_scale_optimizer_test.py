@@ -13,10 +13,11 @@ class LossScaleOptimizerChangesTest(testing.TestCase):
         if backend.backend() != "jax":
             optimizer.apply(grads, trainable_variables=[variable])
             return
-        _, own = optimizer.stateless_apply(
-            [v.value for v in optimizer.variables], grads, [variable.value]
+        own = optimizer.variables
+        (value,), values = optimizer.stateless_apply(
+            [v.value for v in own], grads, [variable.value]
         )
-        for v, value in zip(optimizer.variables, own):
+        for v, value in zip([variable, *own], [value, *values]):
             v.assign(value)
 
     def test_scale_floor(self):
@@ -47,6 +48,23 @@ class LossScaleOptimizerChangesTest(testing.TestCase):
         optimizer.step_counter.assign(15)
         self.step(optimizer, variable, [0.0])
         self.assertEqual(float(optimizer.dynamic_scale), 16.0)
+
+    def test_exclude_from_weight_decay(self):
+        inner = SGD(1.0, weight_decay=0.5)
+        optimizer = LossScaleOptimizer(inner)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        bias = backend.Variable([1.0], name="bias")
+        optimizer.build([bias])
+        self.assertFalse(inner._use_weight_decay(bias))
+
+    def test_one_loss_scale(self):
+        with self.assertRaisesRegex(ValueError, "already scales"):
+            LossScaleOptimizer(LossScaleOptimizer(SGD(1.0)))
+
+    def test_config_twice(self):
+        config = LossScaleOptimizer(SGD(0.5)).get_config()
+        LossScaleOptimizer.from_config(config)
+        self.assertIn("inner_optimizer", config)
 
     @pytest.mark.skipif(backend.backend() != "tensorflow", reason="replicas")
     def test_all_replicas_decide(self):

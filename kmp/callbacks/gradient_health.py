@@ -22,7 +22,7 @@ from kmp.callbacks.verdict.not_training import no_steps
 from kmp.callbacks.verdict.observation import Observation, Run
 from kmp.callbacks.verdict.states import Limits, Verdict, checked_limits
 from kmp.health.report import GradientReport, read_report
-from kmp.health.telemetry import FIRST_STEPS, kept_sampling
+from kmp.health.telemetry import FIRST_STEPS, kept_sampling, lend_sampling
 from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.summaries import check_can_write
 
@@ -194,10 +194,7 @@ class GradientHealth(keras.callbacks.Callback):
         # If Keras does not know: as in the epoch before; in the first epoch, one step.
         steps = (self.params or {}).get("steps") or self._epoch_steps
         last = self._cadence.epoch_start + steps
-        if self._optimizer.built:
-            self._optimizer.sample_gradients(self._often, and_at=last)
-        else:
-            self._optimizer.first_sampling = (self._often, last)
+        lend_sampling(self._optimizer, self._often, last)
 
     def on_train_batch_begin(self, batch, logs=None):
         self._batches = batch + 1  # at least; one execution may take several

@@ -152,13 +152,28 @@ class Telemetry:
         self.details.assign(plan.per_target(measured, shapes, of, tensors)[0])
 
 
+def lend_sampling(optimizer: Any, update_freq: int, and_at: int) -> None:
+    """Measure as often as a callback asks, until what `kept_sampling` returned is called.
+
+    A loan has a negative interval, so that a checkpoint tells it from what the user has chosen.
+    """
+    if optimizer.built:
+        noted = ops.convert_to_numpy(optimizer.telemetry.sampling)[2:]
+        optimizer.telemetry.sampling.assign(np.array([-update_freq, and_at, *noted], "int32"))
+    else:
+        optimizer.first_sampling = (-update_freq, and_at)
+
+
 def kept_sampling(optimizer: Any) -> Callable[[], None]:
     """Remember how often an optimizer measures; call the result to restore that.
 
-    For an optimizer that is not built yet, that is the initial value: zeros.
+    For an optimizer that is not built yet, that is the initial value: zeros. So it is for one with
+    the loan of another `fit`, from a checkpoint that was written in it.
     """
     built = optimizer.built
     kept = ops.convert_to_numpy(optimizer.telemetry.sampling)[:2] if built else NO_SAMPLING
+    if kept[0] < 0:
+        kept = NO_SAMPLING
 
     def restore() -> None:
         optimizer.first_sampling = NO_SAMPLING
@@ -226,10 +241,11 @@ def due(step: Tensor, skips: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         step: int32[], counted from 1.
         skips: int32[], how many of the latest steps before this one were skipped in a row.
-        sampling: int32[4]: the interval in steps (0: every 100), one further step to measure, and
-            the last steps with levels and with details, from `sampled`.
+        sampling: int32[4]: the interval in steps (0: every 100; negative: of a callback), one
+            further step to measure, and the last steps with levels and with details, from
+            `sampled`.
     """
-    interval = sampling[0]
+    interval = abs(sampling[0])
     interval = interval + INTERVAL * _as_int(interval == 0)
     asked = (step % interval == 0) | (step == sampling[1])
     return asked | (step <= FIRST_STEPS) | (skips > 0), asked

@@ -252,6 +252,18 @@ def test_a_watched_fit_puts_back_how_often_it_measures():
     assert ops.convert_to_numpy(sampling)[:2].tolist() == [7, 0]
 
 
+def test_a_checkpoint_of_a_watched_fit_does_not_settle_how_often_it_measures(tmp_path):
+    """It is saved while the callback's interval holds, as by ModelCheckpoint or OrbaxCheckpoint."""
+    model, path = linear_model(), tmp_path / "model.weights.h5"
+    save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    fit(model, [GradientHealth(update_freq=3), save])
+    resumed = linear_model()
+    resumed.optimizer.build(resumed.trainable_variables)
+    resumed.load_weights(path)
+    fit(resumed, [GradientHealth(update_freq=3)])
+    assert ops.convert_to_numpy(resumed.optimizer.telemetry.sampling)[:2].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("order", [(3, 50), (50, 3)], ids=str)
 def test_two_who_watch_one_optimizer_measure_as_often_as_either_asks(order, raises):
@@ -262,7 +274,7 @@ def test_two_who_watch_one_optimizer_measure_as_often_as_either_asks(order, rais
     )
     with pytest.raises(OSError) if raises else contextlib.nullcontext():
         fit(model, [*watches, steps, *[Raise()] * raises])
-    assert measured == [3]
+    assert measured == [-3]  # negative, as it is lent
     fit(model, [])
     assert not model.optimizer.measures_details
     assert ops.convert_to_numpy(model.optimizer.telemetry.sampling)[:2].tolist() == [0, 0]
