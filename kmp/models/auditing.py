@@ -65,9 +65,10 @@ def audit(model: keras.Model) -> AuditReport:
     - `"float16 on a TPU"`: TPUs have no float16 matrix product;
     - `"half weights"`: weights in bfloat16 that Adam does not move, or in any half precision and so
       large that the optimizer's steps are rounded away;
-    - `"half statistics"`: moving averages in half precision that stall far from the true value;
+    - `"half statistics"`: moving averages in half precision that stall far from the true value, and
+      other variables that a layer rounds when it updates them;
     - `"half softmax"`: probabilities in half precision with a loss that takes their logarithm;
-    - `"half loss"`: a loss whose own dtype is half precision;
+    - `"half loss"`: a loss whose own dtype is half precision, or that a layer adds in it;
     - `"half metric"`: functions that Keras evaluates in the outputs' half precision;
     - `"activity regularizer"`: Keras sums it in half precision, and `fit` raises on TensorFlow;
     - `"half preprocessing"`: raw inputs are cast to half precision before they are normalized;

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import Model
 from keras.dtype_policies import DTypePolicyMap
-from keras.layers import InputLayer
+from keras.layers import InputLayer, Wrapper
 
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import (
@@ -37,6 +37,7 @@ from kmp.models.optimizers import Rebuilding, scale_losses
 from kmp.models.policies import remember_policies
 from kmp.models.programs import Program
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
+from kmp.models.side_effects import ROUNDED_STATE, harmed_layers, told_of_models
 from kmp.models.weights import dtype_changes, float32_weights, retype
 from kmp.precision.policy import Policy, get_policy, on_weights
 from kmp.precision.trees import HALF_DTYPES, half_dtype
@@ -60,7 +61,10 @@ def to_mixed_precision(
       are one layer and the logits come from the former, computes in the same;
     - preprocessing layers (`Normalization`, `Rescaling`, augmentation), because raw inputs may be
       beyond the range of half precision;
-    - layers with an activity regularizer, because Keras sums it in half precision;
+    - layers with an activity regularizer, and those that call `add_loss`, because Keras sums both
+      in half precision;
+    - layers that update variables of theirs when they are called, such as a moving average or
+      `SpectralNormalization`, because Keras would hand them the variables rounded;
     - layers that carry indices: what an `Embedding`, a one-hot vector, a gather, a table or any
       other cast to integers is given as floats may have passed a `Reshape`, `Lambda` or layer of
       your own, and half precision would round it. The same goes for raw inputs on their way to a
@@ -139,7 +143,8 @@ def to_mixed_precision(
         for layer, new, why in plan
     ]
     optimizer = "\n".join(filter(None, [rebuilt, scale_losses(model, policy)]))
-    return ConversionReport(tuple(rows), optimizer, untried)
+    rounded = told_of_models(Program(model)) if policy.compute_dtype in HALF_DTYPES else ""
+    return ConversionReport(tuple(rows), optimizer, untried, rounded)
 
 
 def _convert(
@@ -277,11 +282,13 @@ def _exact_layers(
             program = Program(model)
             looked = roundings(program)
             found = {id(each.layer): each for each in looked or ()}
+            harmed = harmed_layers(program) if not exact else {}
             if not exact and unknown.intersection(found):
                 unknown -= {id(each.layer) for each in roundings(program, certain=True) or ()}
             if looked is None:  # its code cannot do with inputs that are not cast
                 casting = {key: each for key, each in exact.items() if key in unknown}
                 found = {key: each._replace(why=NEEDS_INTEGERS) for key, each in casting.items()}
+            found |= harmed
             settled = {key for key, each in exact.items() if each.why == NEEDS_INTEGERS}
             new = {key: each for key, each in found.items() if key not in settled}
             if new.items() <= exact.items():
@@ -336,6 +343,7 @@ def _plan(
             new, reason = _converted(layer, policy)
         plan[id(layer)] = (layer, new, reason)
         alone = not reason or reason.startswith((*REASONS, "float32 weights"))
+        alone = alone or (reason == ROUNDED_STATE and isinstance(layer, Wrapper))
         for each in inner:
             visit(each, None if alone else (new, path))
 

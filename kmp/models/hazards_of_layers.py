@@ -13,6 +13,7 @@ from kmp.layers import Float32OutputDense
 from kmp.models.constants import LostConstant, lost_constants
 from kmp.models.indices import INDICES, RAW_INPUTS, Rounding, roundings, whole_numbers
 from kmp.models.programs import Program
+from kmp.models.side_effects import OWN_READS, rounded_updates, state_problem
 from kmp.precision.float_formats import formats
 from kmp.precision.policy import get_policy
 from kmp.precision.trees import HALF_DTYPES
@@ -119,9 +120,17 @@ def _becomes_zero(what: str, dtype: str) -> tuple[str, str]:
     )
 
 
-def half_statistics(model: Model) -> Hazards:
+def half_statistics(program: Program) -> Hazards:
     """A moving average stalls where its steps are below half a unit in its last place."""
-    for layer in layers_of(model):
+    for layer, (dtype, names) in rounded_updates(program).items():
+        in_float32 = 'Give the layer dtype="float32", or convert the model with '
+        is_model = isinstance(layer, Model)
+        yield (
+            path_of(layer),
+            f"it {state_problem(dtype, names)}",
+            OWN_READS if is_model else f"{in_float32}kmp.to_mixed_precision.",
+        )
+    for layer in layers_of(program.model):
         if not isinstance(layer, BatchNormalization) or not layer.built:
             continue
         dtype = layer.moving_mean.dtype

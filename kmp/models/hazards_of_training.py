@@ -6,12 +6,13 @@ from typing import Any
 import keras
 import ml_dtypes
 import numpy as np
+from keras import Model
 from keras.layers import Softmax
 from keras.losses import Loss
 from keras.metrics import MeanMetricWrapper, Metric
 
 from kmp._backend import backend
-from kmp._keras import compile_arguments, layers_of, path_of, symbolic_outputs
+from kmp._keras import compile_arguments, function_of, layers_of, path_of, symbolic_outputs
 from kmp._keras.optimizer import is_loss_scale_optimizer, optimizers_of
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
@@ -19,6 +20,8 @@ from kmp.models.hazards_of_layers import Hazards, package_of
 from kmp.models.heads import output_layers
 from kmp.models.indices import whole_numbers
 from kmp.models.optimizers import scales_the_loss
+from kmp.models.programs import Program
+from kmp.models.side_effects import CAST_LOSS, half_losses, loss_problem
 from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.optimizer import LossScaleOptimizer
 
@@ -158,8 +161,12 @@ def half_softmax(model: Any) -> Hazards:
             )
 
 
-def half_loss(model: Any) -> Hazards:
-    """A loss that is told to compute in half precision, by itself or by Keras's `floatx`."""
+def half_loss(program: Program) -> Hazards:
+    """A loss in half precision: told so by itself or by Keras's `floatx`, or added by a layer."""
+    model = program.model
+    for layer, dtype in half_losses(program).items():
+        whole = "" if isinstance(layer, Model) else 'Give the layer dtype="float32". Or: '
+        yield path_of(layer), f"it {loss_problem(dtype)}", f"{whole}{CAST_LOSS}"
     floatx = keras.config.floatx()  # Keras averages the losses of the batches in it
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         own = loss.dtype if isinstance(loss, Loss) else floatx
@@ -223,7 +230,7 @@ def _classes(model: Any, dtype: str) -> int:
 def _function_name(x: Any) -> str:
     """The name of the function that Keras evaluates for a loss or a metric."""
     if isinstance(x, (str, Loss, Metric)):
-        x = x if isinstance(x, str) else getattr(x, "_fn", type(x))
+        x = x if isinstance(x, str) else function_of(x)
     name = x if isinstance(x, str) else getattr(x, "__name__", type(x).__name__)
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 

@@ -294,9 +294,10 @@ def test_models_without_float_ids_are_converted_as_ever(kind):
     model, _ = kinds.KINDS[kind]()
     report = kmp.to_mixed_precision(model, "mixed_bfloat16")
     reasons = set(report.kept.values())
-    assert reasons <= {"output layer", "preprocessing of raw inputs"} | {
-        each for each in reasons if each.startswith("inside ")
-    }
+    allowed = {"output layer", "preprocessing of raw inputs"}
+    if kind == "spectral_normalization":
+        allowed.add("updates its state, which half precision would round")
+    assert reasons <= allowed | {each for each in reasons if each.startswith("inside ")}
 
 
 # Policies, files, training
