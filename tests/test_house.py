@@ -254,7 +254,8 @@ PRIVATE = {
         _overwrite_model_variables_with_average_value _trainable_variables_indices
         _update_model_variables_moving_average _var_key _variables
         BaseOptimizer KerasVariable _exclude_from_weight_decay _layout _parallel_update_step
-        _direct_assign _dtype _exclude_from_weight_decay_pattern _initialize _use_weight_decay
+        _direct_assign _dtype _exclude_from_weight_decay_pattern _fn _initialize
+        _maybe_autocast _use_weight_decay
     """,
 }
 # What a later release no longer has, by that release.

@@ -70,6 +70,11 @@ def give_policy(layer: Layer, policy: keras.DTypePolicy) -> None:
     layer._dtype_policy = policy
 
 
+def function_of(metric: Any) -> Any:
+    """The function that a loss or a metric evaluates, or its class. Private: `_fn`."""
+    return getattr(metric, "_fn", type(metric))
+
+
 def is_preprocessing(layer: Layer) -> bool:
     """Whether a layer is, or derives from, one of Keras's for raw inputs."""
     return any(".preprocessing." in each.__module__ for each in type(layer).__mro__)

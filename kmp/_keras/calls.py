@@ -103,6 +103,11 @@ class Recorder:
         """Note that the innermost call ends."""
         self._stack.pop().span.append(self._tick())
 
+    @property
+    def innermost(self) -> Call | None:
+        """The call that is under way and has called none that is; None outside of calls."""
+        return self._stack[-1] if self._stack else None
+
     def raised(self) -> Call | None:
         """The innermost call that raised, where the recorded code did."""
         return next((call for call in reversed(self.calls) if call.outputs is None), None)

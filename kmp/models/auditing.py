@@ -65,16 +65,19 @@ def audit(model: keras.Model) -> AuditReport:
     - `"float16 on a TPU"`: TPUs have no float16 matrix product;
     - `"half weights"`: weights in bfloat16 that Adam does not move, or in any half precision and so
       large that the optimizer's steps are rounded away;
-    - `"half statistics"`: moving averages in half precision that stall far from the true value;
+    - `"half statistics"`: moving averages in half precision that stall far from the true value, and
+      other variables that a layer rounds when it updates them;
     - `"half softmax"`: probabilities in half precision with a loss that takes their logarithm;
-    - `"half loss"`: a loss whose own dtype is half precision;
+    - `"half loss"`: a loss whose own dtype is half precision, or that a layer adds in it;
     - `"half metric"`: functions that Keras evaluates in the outputs' half precision;
     - `"activity regularizer"`: Keras sums it in half precision, and `fit` raises on TensorFlow;
-    - `"half preprocessing"`: raw inputs are cast to half precision before they are normalized;
+    - `"half preprocessing"`: raw inputs are cast to half precision before they are normalized, or
+      compared with a number, such as the value of a `Masking`;
     - `"half indices"`: float indices are cast to half precision by a layer before an `Embedding`,
       a one-hot vector or a table takes them. Of a model that is no graph of layers nobody knows
       whether indices come as floats or integers: it is found where they come in one tensor with
-      features;
+      features. Positions that a layer counts are found, too, before they are looked up or their
+      sine is taken;
     - `"epsilon"`: a number that is 0 in the half precision that a layer computes with it in, such
       as an epsilon of 1e-8, or the optimizer's epsilon in the dtype of the weights;
     - `"constant"`: a number that is beyond the range of that dtype, such as the -1e9 of a mask;

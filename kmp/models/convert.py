@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import Model
 from keras.dtype_policies import DTypePolicyMap
-from keras.layers import InputLayer
+from keras.layers import InputLayer, Wrapper
 
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import (
@@ -27,6 +27,7 @@ from kmp._keras import (
 from kmp.models.heads import called_models, output_layers
 from kmp.models.indices import (
     INDICES,
+    INSIDE,
     NEEDS_INTEGERS,
     RAW_INPUTS,
     REASONS,
@@ -37,6 +38,7 @@ from kmp.models.optimizers import Rebuilding, scale_losses
 from kmp.models.policies import remember_policies
 from kmp.models.programs import Program
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
+from kmp.models.side_effects import ROUNDED_STATE, harmed_layers, told_of_models
 from kmp.models.weights import dtype_changes, float32_weights, retype
 from kmp.precision.policy import Policy, get_policy, on_weights
 from kmp.precision.trees import HALF_DTYPES, half_dtype
@@ -60,12 +62,18 @@ def to_mixed_precision(
       are one layer and the logits come from the former, computes in the same;
     - preprocessing layers (`Normalization`, `Rescaling`, augmentation), because raw inputs may be
       beyond the range of half precision;
-    - layers with an activity regularizer, because Keras sums it in half precision;
+    - layers with an activity regularizer, and those that call `add_loss`, because Keras sums both
+      in half precision;
+    - layers that update variables of theirs when they are called, such as a moving average or
+      `SpectralNormalization`, because Keras would hand them the variables rounded;
     - layers that carry indices: what an `Embedding`, a one-hot vector, a gather, a table or any
       other cast to integers is given as floats may have passed a `Reshape`, `Lambda` or layer of
-      your own, and half precision would round it. The same goes for raw inputs on their way to a
-      preprocessing layer. If such a layer has weights, or is the model itself, it computes in half
-      precision all the same, on inputs that are not cast: the report says `i=uncast`;
+      your own, and half precision would round it. The same goes for positions that a layer counts
+      itself, and for raw inputs that a layer such as `Masking` compares with a number other than 0,
+      or that are on their way to a preprocessing layer. If such a layer has weights, or is the
+      model itself, it computes in half precision all the same, on inputs that are not cast: the
+      report says `i=uncast`. Where its code mixes dtypes that TensorFlow does not multiply, it
+      stays in float32 with the layers in it;
     - layers that `filter_fn` excludes, with all layers inside them.
 
     Normalization layers and layers with state of their own, such as moving averages, compute in
@@ -139,7 +147,8 @@ def to_mixed_precision(
         for layer, new, why in plan
     ]
     optimizer = "\n".join(filter(None, [rebuilt, scale_losses(model, policy)]))
-    return ConversionReport(tuple(rows), optimizer, untried)
+    rounded = told_of_models(Program(model)) if policy.compute_dtype in HALF_DTYPES else ""
+    return ConversionReport(tuple(rows), optimizer, untried, rounded)
 
 
 def _convert(
@@ -191,8 +200,7 @@ def _convert(
 def _mixed_dtypes(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any, str]]) -> str:
     uncast = [x for x, new, _ in plan if not getattr(new, "casts_inputs", True)]
     hint = (
-        f" The inputs of {path_of(uncast[0])!r} are not cast, because it {INDICES}: its code can "
-        "combine them with the rest by keras.ops, such as keras.ops.multiply(a, b) for a * b."
+        f" The inputs of {path_of(uncast[0])!r} are not cast, because it {INDICES}."
         if uncast
         else ""
     )
@@ -200,7 +208,8 @@ def _mixed_dtypes(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any,
         f"{model.name!r} cannot be called in {policy}: one of its layers mixes dtypes that do not "
         f"go together. Nothing was converted.{hint} Exclude that layer, for example with "
         "filter_fn=lambda layer, path: layer.name != 'its_name'; or convert to "
-        "kmp.debug.diagnose(model, x, y).policy, which keeps it in float32."
+        "kmp.debug.diagnose(model, x, y).policy, which keeps it in float32. If it is code of your "
+        "own, let it combine them by keras.ops, such as keras.ops.multiply(a, b) for a * b."
     )
 
 
@@ -277,11 +286,16 @@ def _exact_layers(
             program = Program(model)
             looked = roundings(program)
             found = {id(each.layer): each for each in looked or ()}
+            harmed = harmed_layers(program) if not exact else {}
             if not exact and unknown.intersection(found):
                 unknown -= {id(each.layer) for each in roundings(program, certain=True) or ()}
             if looked is None:  # its code cannot do with inputs that are not cast
                 casting = {key: each for key, each in exact.items() if key in unknown}
-                found = {key: each._replace(why=NEEDS_INTEGERS) for key, each in casting.items()}
+                casting = {k: each for k, each in casting.items() if each.why != NEEDS_INTEGERS}
+                why = NEEDS_INTEGERS if casting else INSIDE
+                mixing = casting or {key: each for key, each in exact.items() if _mixes(each)}
+                found = {key: each._replace(why=why) for key, each in mixing.items()}
+            found |= harmed
             settled = {key for key, each in exact.items() if each.why == NEEDS_INTEGERS}
             new = {key: each for key, each in found.items() if key not in settled}
             if new.items() <= exact.items():
@@ -290,6 +304,11 @@ def _exact_layers(
     finally:
         _give(before)
     return exact
+
+
+def _mixes(rounding: Rounding) -> bool:
+    """Whether the code of a layer may compute with what is exact and with half weights."""
+    return bool(rounding.layer.weights) and not isinstance(rounding.layer, Model)
 
 
 def _plan(
@@ -336,6 +355,7 @@ def _plan(
             new, reason = _converted(layer, policy)
         plan[id(layer)] = (layer, new, reason)
         alone = not reason or reason.startswith((*REASONS, "float32 weights"))
+        alone = alone or (reason == ROUNDED_STATE and isinstance(layer, Wrapper))
         for each in inner:
             visit(each, None if alone else (new, path))
 
@@ -348,7 +368,7 @@ def _exact(rounding: Rounding, policy: Policy) -> tuple[Policy, str]:
     converted, _ = _converted(rounding.layer, policy)
     if rounding.why == NEEDS_INTEGERS:
         new = converted
-    elif rounding.layer.weights and not rounding.by_itself:
+    elif rounding.layer.weights and not rounding.by_itself and rounding.why != INSIDE:
         new = converted.with_inputs_uncast()
     else:
         new = Policy("float32")

@@ -6,13 +6,22 @@ from typing import Any
 
 import keras
 from keras import Model
-from keras.layers import BatchNormalization, Dense, EinsumDense
+from keras.layers import BatchNormalization, Dense, EinsumDense, Masking
 
 from kmp._keras import is_preprocessing, layers_of, path_of, rounds_raw_inputs
 from kmp.layers import Float32OutputDense
 from kmp.models.constants import LostConstant, lost_constants
-from kmp.models.indices import INDICES, RAW_INPUTS, Rounding, roundings, whole_numbers
+from kmp.models.indices import (
+    ANGLES,
+    EQUALS,
+    INDICES,
+    RAW_INPUTS,
+    Rounding,
+    roundings,
+    whole_numbers,
+)
 from kmp.models.programs import Program
+from kmp.models.side_effects import OWN_READS, rounded_updates, state_problem
 from kmp.precision.float_formats import formats
 from kmp.precision.policy import get_policy
 from kmp.precision.trees import HALF_DTYPES
@@ -71,22 +80,35 @@ def half_preprocessing(program: Program) -> Hazards:
             _advice_to_keep_inputs(each),
         )
 
-
-def half_indices(program: Program) -> Hazards:
-    """Indices that a layer rounds before something is looked up by them."""
-    for each in _roundings(program, INDICES):
-        dtype = each.layer.compute_dtype
+    for each in _roundings(program, EQUALS):
         yield (
             path_of(each.layer),
-            f"it casts indices to {dtype}, which holds every whole number only up to "
-            f"{whole_numbers(dtype)}: beyond, others are looked up in their place.",
+            f"it casts raw inputs to {each.layer.compute_dtype} before it compares them with a "
+            "number: others that are rounded to the same count as equal.",
             _advice_to_keep_inputs(each),
         )
 
 
-def _roundings(program: Program, why: str) -> list[Rounding]:
+def half_indices(program: Program) -> Hazards:
+    """Indices and positions that a layer rounds before something is looked up, or a sine taken."""
+    for each in _roundings(program, INDICES, ANGLES):
+        dtype = each.layer.compute_dtype
+        what, then = (
+            ("indices", "beyond, others are looked up in their place.")
+            if each.why == INDICES
+            else ("positions", "their sine is that of others.")
+        )
+        yield (
+            path_of(each.layer),
+            f"it casts {what} to {dtype}, which holds every whole number only up to "
+            f"{whole_numbers(dtype)}: {then}",
+            _advice_to_keep_inputs(each),
+        )
+
+
+def _roundings(program: Program, *why: str) -> list[Rounding]:
     found = half_layers(program.model) and roundings(program, certain=True)
-    return [each for each in found or () if each.why == why]
+    return [each for each in found or () if each.why in why]
 
 
 def _advice_to_keep_inputs(rounding: Rounding) -> str:
@@ -119,9 +141,17 @@ def _becomes_zero(what: str, dtype: str) -> tuple[str, str]:
     )
 
 
-def half_statistics(model: Model) -> Hazards:
+def half_statistics(program: Program) -> Hazards:
     """A moving average stalls where its steps are below half a unit in its last place."""
-    for layer in layers_of(model):
+    for layer, (dtype, names) in rounded_updates(program).items():
+        in_float32 = 'Give the layer dtype="float32", or convert the model with '
+        is_model = isinstance(layer, Model)
+        yield (
+            path_of(layer),
+            f"it {state_problem(dtype, names)}",
+            OWN_READS if is_model else f"{in_float32}kmp.to_mixed_precision.",
+        )
+    for layer in layers_of(program.model):
         if not isinstance(layer, BatchNormalization) or not layer.built:
             continue
         dtype = layer.moving_mean.dtype
@@ -139,9 +169,12 @@ def half_statistics(model: Model) -> Hazards:
 
 def constant(program: Program) -> Hazards:
     """Numbers beyond the range of the dtype that a layer computes in."""
+    compared = [id(each.layer) for each in _roundings(program, EQUALS)]  # with what cannot change
     for lost in _lost_constants(program):
         largest = formats[lost.dtype].largest
-        if abs(lost.number) > 1:
+        is_mask = isinstance(lost.layer, Masking) and id(lost.layer) in compared
+        of_a_mask = is_mask or (compared and type(lost.layer).__name__ in ("Equal", "NotEqual"))
+        if abs(lost.number) > 1 and not of_a_mask:
             yield (
                 path_of(lost.layer),
                 f"the constant {lost.number:g} is beyond {largest:g}, the largest number of "

@@ -1,22 +1,27 @@
 """What `kmp.audit` looks for in the optimizer, the losses and the metrics of a compiled model."""
 
+import re
 from typing import Any
 
 import keras
 import ml_dtypes
 import numpy as np
+from keras import Model
 from keras.layers import Softmax
 from keras.losses import Loss
 from keras.metrics import MeanMetricWrapper, Metric
 
 from kmp._backend import backend
-from kmp._keras import compile_arguments, layers_of, path_of
+from kmp._keras import compile_arguments, function_of, layers_of, path_of, symbolic_outputs
 from kmp._keras.optimizer import is_loss_scale_optimizer, optimizers_of
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
 from kmp.models.hazards_of_layers import Hazards, package_of
 from kmp.models.heads import output_layers
+from kmp.models.indices import whole_numbers
 from kmp.models.optimizers import scales_the_loss
+from kmp.models.programs import Program
+from kmp.models.side_effects import CAST_LOSS, half_losses, loss_problem
 from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.optimizer import LossScaleOptimizer
 
@@ -156,8 +161,12 @@ def half_softmax(model: Any) -> Hazards:
             )
 
 
-def half_loss(model: Any) -> Hazards:
-    """A loss that is told to compute in half precision, by itself or by Keras's `floatx`."""
+def half_loss(program: Program) -> Hazards:
+    """A loss in half precision: told so by itself or by Keras's `floatx`, or added by a layer."""
+    model = program.model
+    for layer, dtype in half_losses(program).items():
+        whole = "" if isinstance(layer, Model) else 'Give the layer dtype="float32". Or: '
+        yield path_of(layer), f"it {loss_problem(dtype)}", f"{whole}{CAST_LOSS}"
     floatx = keras.config.floatx()  # Keras averages the losses of the batches in it
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         own = loss.dtype if isinstance(loss, Loss) else floatx
@@ -176,21 +185,60 @@ def half_loss(model: Any) -> Hazards:
 def half_metric(model: Any) -> Hazards:
     """Keras evaluates most metrics in the dtype of the outputs."""
     compiled = compile_arguments(model)
-    metrics = keras.tree.flatten([compiled.get("metrics"), compiled.get("weighted_metrics")])
-    names = [_name(x) for x in metrics if x is not None and _is_rounded(x)]
-    for layer in _half_outputs(model) if names else ():
-        yield (
-            path_of(layer),
-            f"the metrics {', '.join(names)} are evaluated in {layer.compute_dtype}, whatever "
-            "their own dtype says.",
-            "Let the last layer return float32, for example kmp.layers.Float32OutputDense.",
-        )
+    given = keras.tree.flatten([compiled.get("metrics"), compiled.get("weighted_metrics")])
+    metrics = [x for x in given if x is not None]
+    names = [_name(x) for x in metrics if _is_rounded(x)]
+    labels = [_name(x) for x in metrics if _casts_labels(x, model)]
+    # TensorFlow's `in_top_k` takes float32 alone.
+    ranks = [_name(x) for x in metrics if "top_k" in _function_name(x)]
+    ranks = ranks if keras.backend.backend() == "tensorflow" else []
+    for layer in _half_outputs(model) if names or labels or ranks else ():
+        dtype, path = layer.compute_dtype, path_of(layer)
+        if names:
+            problem = f"the metrics {', '.join(names)} are evaluated in {dtype}, whatever their own"
+            yield path, f"{problem} dtype says.", _FLOAT32_OUTPUTS
+        if labels and _classes(model, dtype) > whole_numbers(dtype):
+            problem = (
+                f"for {', '.join(labels)} Keras casts labels to {dtype}, which holds every whole "
+                f"number only up to {whole_numbers(dtype)}: beyond, other classes count as right."
+            )
+            yield path, problem, _FLOAT32_OUTPUTS
+        if ranks:
+            problem = f"{', '.join(ranks)} raises in `fit`: TensorFlow ranks no {dtype} outputs."
+            yield path, problem, _FLOAT32_OUTPUTS
+
+
+_FLOAT32_OUTPUTS = "Let the last layer return float32, for example kmp.layers.Float32OutputDense."
+
+
+def _casts_labels(metric: Any, model: Any) -> bool:
+    """Whether Keras casts the labels to the dtype of the outputs to compare them with classes."""
+    name = _function_name(metric)
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    if name in ("acc", "accuracy") and isinstance(metric, str):  # Keras chooses by the labels
+        return any("sparse" in _function_name(x) for x in losses)
+    return name == "sparse_categorical_accuracy"
+
+
+def _classes(model: Any, dtype: str) -> int:
+    """The most classes that an output in `dtype` has; 0 if that is not known."""
+    outputs = keras.tree.flatten(symbolic_outputs(model))
+    sizes = [x.shape[-1] for x in outputs if x is not None and x.dtype == dtype and x.shape]
+    return max((n for n in sizes if n is not None), default=0)
+
+
+def _function_name(x: Any) -> str:
+    """The name of the function that Keras evaluates for a loss or a metric."""
+    if isinstance(x, (str, Loss, Metric)):
+        x = x if isinstance(x, str) else function_of(x)
+    name = x if isinstance(x, str) else getattr(x, "__name__", type(x).__name__)
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def _is_rounded(metric: Any) -> bool:
     """Whether Keras computes the numbers of a metric in the dtype of the outputs.
 
-    Accuracies compare and count, which no dtype changes. Metric classes that are no
+    Accuracies compare and count, which changes nothing but large labels. Metric classes that are no
     `MeanMetricWrapper` get the outputs as they are: Keras's cast them to their own dtype, and so do
     classes of others whose `update_state` mentions a cast or a dtype.
     """

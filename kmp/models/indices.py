@@ -1,4 +1,4 @@
-"""Which layers round what must not be rounded: indices, and raw inputs of preprocessing layers.
+"""Which layers round what must not be rounded: indices, positions, and raw inputs.
 
 An `Embedding` takes ids that come as floats, and so do one-hot vectors, gathers and tables. float32
 holds every whole number up to 2**24, float16 up to 2**11 and bfloat16 up to 2**8. So a layer that
@@ -22,8 +22,10 @@ from kmp.precision.trees import HALF_DTYPES
 INDICES = "carries indices"
 ANGLES = "carries angles or times: their sine is taken"
 RAW_INPUTS = "hands raw inputs to preprocessing layers"
+EQUALS = "compares raw inputs with a number"
+INSIDE = "mixes indices with what the layers in it return"
 NEEDS_INTEGERS = "rounds float indices: pass integers"  # its code mixes what it gets with half
-REASONS = (INDICES, ANGLES, RAW_INPUTS, NEEDS_INTEGERS)
+REASONS = (INDICES, ANGLES, RAW_INPUTS, EQUALS, NEEDS_INTEGERS)
 
 _LOOKUPS = (
     keras.layers.CategoryEncoding,
@@ -43,7 +45,7 @@ class Rounding(NamedTuple):
 
     Attributes:
         layer: the layer.
-        why: `INDICES`, `ANGLES` or `RAW_INPUTS`.
+        why: one of the reasons above.
         by_itself: whether its own code casts; otherwise Keras casts its inputs when it is called.
     """
 
@@ -59,7 +61,7 @@ def roundings(program: Program, certain: bool = False) -> list[Rounding] | None:
 
     Args:
         program: of the model.
-        certain: leave out what may be right: angles, whose size is not known; indices of a table so
+        certain: leave out what may be right: angles whose size is not known; indices of a table so
             small that half precision holds them all; and what is right if it comes as integers. A
             Functional model says whether it does, of another one nobody knows.
 
@@ -70,11 +72,14 @@ def roundings(program: Program, certain: bool = False) -> list[Rounding] | None:
     for part, operations in zip(program.parts, program.operations, strict=True):
         if operations is None:
             return None
-        inputs = labelled(operations, INPUT)
+        unknown: list[Value] = []
         if certain and not is_graph(part):
-            inputs = [x for x in inputs if _is_a_number(operations, x)]
-        for rounding in _roundings(operations, inputs, certain):
-            found.setdefault(id(rounding.layer), rounding)
+            inputs = labelled(operations, INPUT)
+            unknown = [x for x in inputs if not _is_a_number(operations, x)]
+        for rounding in _roundings(operations, unknown, certain):
+            # The code of a layer with weights would mix float32 with them.
+            if rounding.why != EQUALS or not rounding.layer.weights:
+                found.setdefault(id(rounding.layer), rounding)
     return list(found.values())
 
 
@@ -86,14 +91,15 @@ def whole_numbers(dtype: str) -> int:
 # Following
 
 
-def _roundings(operations: list[Operation], inputs: list[Value], certain: bool) -> list[Rounding]:
+def _roundings(operations: list[Operation], unknown: list[Value], certain: bool) -> list[Rounding]:
     weighted = _reached(operations, labelled(operations, WEIGHT))
-    raw = _reached(operations, inputs) - weighted
+    known = {x for each in operations for x in (*each.inputs, *each.outputs)} - weighted
+    known -= _reached(operations, unknown)
     by_keras, by_themselves = [], []
     needed: dict[str, set[Value]] = {}
-    for why, consumer, value in _consumed(operations, raw, weighted):
-        path = _leading_to(operations, [value], raw)
-        if not (certain and (why == ANGLES or _holds_all(operations, path, consumer))):
+    for why, consumer, value in _consumed(operations, known):
+        path = _leading_to(operations, [value], known)
+        if not (certain and _may_be_right(operations, path, consumer, why)):
             needed.setdefault(why, set()).update(path)
     for why, values in needed.items():
         halves = {x for x in values if x.dtype in HALF_DTYPES}
@@ -111,22 +117,44 @@ def _roundings(operations: list[Operation], inputs: list[Value], certain: bool) 
 
 
 def _consumed(
-    operations: list[Operation], raw: set[Value], weighted: set[Value]
+    operations: list[Operation], known: set[Value]
 ) -> Iterator[tuple[str, Operation, Value]]:
-    """The raw floats that must be exact, why, and what is done with them."""
+    """The floats that must be exact, why, and what is done with them.
+
+    Args:
+        operations: of the program.
+        known: what depends on no weights, nor on inputs of which nobody knows what they are.
+    """
+    inputs = _reached(operations, labelled(operations, INPUT))
     sequences = [x for each in operations if each.kind == "sequence" for x in each.outputs]
-    several = (_reached(operations, sequences) | raw) - weighted
+    several = (_reached(operations, sequences) | inputs) & known
+    numbers = _other_than_0(operations)
     for each in operations:
-        for x in {x for x in each.inputs if x in raw and x.dtype in _FLOATS}:
+        for x in {x for x in each.inputs if x in known and x.dtype in _FLOATS}:
             becomes_index = each.kind == "cast" and any(map(_is_index, each.outputs))
             # With each of several numbers, as a one-hot vector does.
             compared = each.kind == "equal" and several.intersection(each.inputs) - {x}
-            if becomes_index or compared:
+            if becomes_index or (compared and x in several):
                 yield INDICES, each, x
+            elif each.kind == "equal" and x in inputs and numbers.intersection(each.inputs):
+                yield EQUALS, each, x
             elif each.kind == "wave":
                 yield ANGLES, each, x
+            elif x not in inputs:
+                continue
             elif (call := call_of(each)) and received(each) and is_preprocessing(call.layer):
                 yield INDICES if isinstance(call.layer, _LOOKUPS) else RAW_INPUTS, each, x
+
+
+def _other_than_0(operations: list[Operation]) -> set[Value]:
+    """The constants that are one number, and not 0: half precision rounds hardly anything to 0."""
+    found: set[Value] = set()
+    for each in operations:
+        given = [x for x in each.inputs if x in found or x.number]
+        found.update(given)
+        if given and each.kind in ("cast", "move") and len(each.inputs) == 1:
+            found.update(each.outputs)
+    return found
 
 
 def _reached(
@@ -157,6 +185,24 @@ def _leading_to(
     return found
 
 
+def _may_be_right(
+    operations: list[Operation], path: set[Value], consumer: Operation, why: str
+) -> bool:
+    """Whether half precision may hold what it must hold, as far as one can know.
+
+    Angles of positions that are counted are wrong by up to a quarter where these go beyond a
+    quarter of the whole numbers that half precision holds.
+    """
+    if why != ANGLES:
+        return why != EQUALS and _holds_all(operations, path, consumer)
+    counted = [
+        x for each in operations if each.kind == "sequence" for x in each.outputs if _is_index(x)
+    ]
+    sizes = [n for x in path.intersection(counted) for n in x.shape or () if n is not None]
+    halves = {x.dtype for x in path} & set(HALF_DTYPES)
+    return all(max(sizes, default=0) <= whole_numbers(half) // 4 for half in halves)
+
+
 def _holds_all(operations: list[Operation], path: set[Value], consumer: Operation) -> bool:
     """Whether indices are those of a table so small that half precision holds each of them.
 
@@ -164,7 +210,7 @@ def _holds_all(operations: list[Operation], path: set[Value], consumer: Operatio
     """
     for each in operations:
         makes = not path.isdisjoint(each.outputs) and not path.isdisjoint(each.inputs)
-        if makes and each.kind not in ("cast", "move", "note"):
+        if makes and each.kind not in ("cast", "move", "note", "sequence"):
             return False
     indices = set(consumer.outputs) if consumer.kind == "cast" else set()
     tables = list(consumer.inputs) if consumer.kind == "equal" else []

@@ -8,8 +8,16 @@ import numpy as np
 
 from kmp._backend import backend
 from kmp._backend.types import Operation, Value
-from kmp._keras import layers_of, own_weights, symbolic_outputs, with_mask_of
+from kmp._keras import (
+    call_in_training,
+    layers_of,
+    own_state,
+    own_weights,
+    symbolic_outputs,
+    with_mask_of,
+)
 from kmp._keras.calls import Call, SymbolicRecorder, recording
+from kmp._keras.effects import Effect, watching_effects
 from kmp.models.heads import called_models
 from kmp.precision.temporary import under
 
@@ -44,6 +52,22 @@ class Program:
         """The same with all layers in float32."""
         with under(self.model, "float32"):
             return [_traced(part) for part in self.parts]
+
+    @functools.cached_property
+    def effects(self) -> list[Effect]:
+        """What the layers do in training beside their outputs; of parts that Keras can call."""
+        found: list[Effect] = []
+        for part in self.parts:
+            symbolic_outputs(part, functools.partial(_trained, part, found))
+        return [*dict.fromkeys(found)]
+
+
+def _trained(model: Any, found: list[Effect], *inputs: Any) -> Any:
+    # On PyTorch a variable in a symbolic call is only cast if a scope holds its value.
+    variables = [v for x in layers_of(model) for v in (*own_weights(x), *own_state(x))]
+    values = [(v, v.value) for v in variables]
+    with keras.StatelessScope(state_mapping=values), watching_effects(found):
+        return call_in_training(model, *inputs)
 
 
 def _traced(model: Any) -> list[Operation] | None:

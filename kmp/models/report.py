@@ -36,11 +36,13 @@ class ConversionReport:
         optimizer: str, what was done with the optimizer; empty if it was left alone.
         untried: str, why the model was not called in its new precision; empty if it was. Call it on
             a batch then, to see whether it runs.
+        rounded: str, what the code of the model itself rounds, and what to write; empty if nothing.
     """
 
     rows: tuple[LayerConversion, ...]
     optimizer: str = ""
     untried: str = ""
+    rounded: str = ""
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -55,6 +57,7 @@ class ConversionReport:
     def __str__(self) -> str:
         header = LayerConversion("layer", "class", "before", "after", "left alone because")
         lines = [table([header, *self.rows], left=len(header)), self.optimizer, self.untried]
+        lines.append(self.rounded)
         return "\n".join(filter(None, lines))
 
 

@@ -1,11 +1,13 @@
 """Each danger in optimizer, loss and metrics is found where it is, and nowhere else."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 from audited import CROSSENTROPY, Masked, float16, kinds_of, model_of  # noqa: F401
 from keras import layers
-from oracle import few
+from oracle import BACKEND, few
 
 import kmp
 from kmp._backend import backend
@@ -100,7 +102,6 @@ def test_half_loss_by_floatx():
 COUNTS = [
     "accuracy",
     "sparse_categorical_accuracy",
-    "top_k_categorical_accuracy",
     keras.metrics.categorical_accuracy,
     keras.metrics.SparseCategoricalAccuracy,
     "AUC",
@@ -137,6 +138,53 @@ def test_metrics_that_no_half_output_changes(metric):
     metric = metric() if isinstance(metric, type) else metric
     model = model_of(layers.Dense(8), loss="mse", metrics=[metric])
     assert "half metric" not in kinds_of(model)
+
+
+SPARSE = [
+    "accuracy",
+    "sparse_categorical_accuracy",
+    keras.metrics.sparse_categorical_accuracy,
+    keras.metrics.SparseCategoricalAccuracy,
+]
+
+
+def classifier(classes, policy, metric):
+    """A model whose class is always the one after the label, and the share that it gets right."""
+    keras.config.set_dtype_policy(policy)
+    table = layers.Embedding(classes, classes, embeddings_initializer="identity")
+    model = keras.Sequential([keras.Input((), dtype="int32"), table])
+    metric = metric() if isinstance(metric, type) else metric
+    loss = CROSSENTROPY(from_logits=True)
+    model.compile(kmp.scaled("sgd"), loss, metrics=[metric], run_eagerly=True)
+    labels = np.arange(classes - 1)
+    return model, model.evaluate(labels + 1, labels, batch_size=256, verbose=0)[1]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_labels_beyond_the_whole_numbers_of_half_precision(policy):
+    """Keras rounds the labels and the classes alike, and counts other classes as right."""
+    exact = {"mixed_float16": 2048, "mixed_bfloat16": 256}[policy]
+    for metric in SPARSE:
+        model, right = classifier(exact, policy, metric)
+        assert right == 0 and "half metric" not in kinds_of(model)
+        model, right = classifier(exact + 40, policy, metric)
+        assert right > 0  # the truth is 0
+        (finding,) = kmp.audit(model).of_kind("half metric")
+        assert f"every whole number only up to {exact}" in finding.problem
+        model, right = classifier(exact + 40, "float32", metric)
+        assert right == 0 and kinds_of(model) == []
+
+
+@pytest.mark.parametrize("name", [f"{kind}top_k_categorical_accuracy" for kind in ("", "sparse_")])
+def test_tensorflow_ranks_no_half_outputs(name):
+    for output, raises in ((layers.Dense(8), True), (kmp.layers.Float32OutputDense(8), False)):
+        loss = CROSSENTROPY(from_logits=True) if "sparse" in name else "mse"
+        model = model_of(output, loss=loss, metrics=[name])
+        y = np.zeros(4) if "sparse" in name else np.eye(8)[:4]
+        raises = raises and BACKEND == "tensorflow"
+        with pytest.raises(TypeError, match="TopK") if raises else contextlib.nullcontext():
+            model.evaluate(np.ones((4, 8)), y, verbose=0)
+        assert ("half metric" in kinds_of(model)) == raises
 
 
 def test_keras_still_evaluates_metrics_in_half():

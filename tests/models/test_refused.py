@@ -132,3 +132,28 @@ def test_a_model_that_is_not_built_is_refused():
         kmp.to_mixed_precision(keras.Sequential([layers.Dense(2)]), "mixed_bfloat16")
     with pytest.raises(TypeError, match=r"must be a keras\.Model.*dtype_policy = kmp\.Policy"):
         kmp.to_mixed_precision(layers.Dense(2), "mixed_bfloat16")
+
+
+class Towers(keras.Model):
+    """Two towers whose outputs meet in the code of the model, as in CLIP."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.left, self.right = layers.Dense(4), layers.Dense(4)
+        self.product = product
+
+    def call(self, x):
+        return self.product(self.left(x), self.right(x))
+
+
+@pytest.mark.only("tensorflow")  # the others multiply any two dtypes
+def test_the_advice_where_a_model_mixes_dtypes():
+    """No layer could be left out: it is the model whose code mixes."""
+    model = Towers(lambda a, b: a * b)
+    model(X)
+    with pytest.raises(ValueError, match=r"keras\.ops\.multiply\(a, b\) for a \* b"):
+        kmp.to_mixed_precision(model, "mixed_float16")
+    model = Towers(keras.ops.multiply)
+    expected = model(X)
+    kmp.to_mixed_precision(model, "mixed_float16")
+    assert keras.ops.max(keras.ops.abs(model(X) - expected)) < 0.05

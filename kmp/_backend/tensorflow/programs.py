@@ -69,12 +69,12 @@ def _read(
 
 
 def _set_number(constant: Any, made: tuple[Value, ...]) -> str:
-    """Tell the number of a constant, if it is a float; return its kind."""
+    """Tell the number of a constant; return its kind, which is "number" for floats alone."""
     (output,) = constant.outputs
-    if not output.dtype.is_floating:
+    if not (output.dtype.is_floating or output.dtype.is_integer):
         return ""
     made[0].number = float(np.reshape(tf.get_static_value(output), ()))
-    return "number"
+    return "number" if output.dtype.is_floating else ""
 
 
 def _functions(graph: Any, operation: Any) -> list[Any]:

@@ -1,0 +1,86 @@
+"""Layers that half precision harms beside their outputs: in the losses they add, in their state.
+
+Keras hands a layer its variables rounded to the dtype that it computes in. A moving average that
+is updated from what it was stalls there, as steps below half a unit in the last place are lost,
+although the variable itself is float32; so are the steps of the optimizer on a weight that the
+layer rescales and writes back, as `keras.layers.SpectralNormalization` does. Losses are added in
+the dtype that the layer computes in, and TensorFlow adds none to those in float32.
+"""
+
+from typing import Any
+
+from keras import Model
+from keras.layers import RNN
+
+from kmp._keras import path_of
+from kmp.models.indices import Rounding
+from kmp.models.programs import Program
+from kmp.precision.trees import HALF_DTYPES
+
+ROUNDED_STATE = "updates its state, which half precision would round"
+HALF_LOSSES = "adds a loss"
+
+
+def rounded_updates(program: Program) -> dict[Any, tuple[str, list[str]]]:
+    """By layer, the dtype that its state is rounded to before it is updated, and its variables.
+
+    The state of an RNN is no sum: it is left out.
+    """
+    found: dict[Any, tuple[str, list[str]]] = {}
+    for layer, kind, name, dtype in program.effects:
+        if kind == "update" and dtype in HALF_DTYPES and not isinstance(layer, RNN):
+            found.setdefault(layer, (dtype, []))[1].append(name)
+    return found
+
+
+def half_losses(program: Program) -> dict[Any, str]:
+    """By layer, the half precision of a loss that its code adds."""
+    return {
+        layer: dtype
+        for layer, kind, _, dtype in program.effects
+        if kind == "loss" and dtype in HALF_DTYPES and layer.activity_regularizer is None
+    }
+
+
+def harmed_layers(program: Program) -> dict[int, Rounding]:
+    """The layers that are exact if they compute in float32, by their ids.
+
+    A model is none: its code computes with what its layers return.
+    """
+    found = dict.fromkeys(half_losses(program), HALF_LOSSES)
+    found |= dict.fromkeys(rounded_updates(program), ROUNDED_STATE)
+    return {
+        id(layer): Rounding(layer, why, True)
+        for layer, why in found.items()
+        if not isinstance(layer, Model)
+    }
+
+
+def told_of_models(program: Program) -> str:
+    """What the code of the models themselves rounds, and what to write; empty if nothing."""
+    told = []
+    for layer, dtype in half_losses(program).items():
+        if isinstance(layer, Model):
+            told.append(f"{path_of(layer)!r} itself {loss_problem(dtype)} {CAST_LOSS}")
+    for layer, (dtype, names) in rounded_updates(program).items():
+        if isinstance(layer, Model):
+            told.append(f"{path_of(layer)!r} itself {state_problem(dtype, names)} {OWN_READS}")
+    return "\n".join(told)
+
+
+CAST_LOSS = 'Write self.add_loss(keras.ops.cast(loss, "float32")).'
+OWN_READS = "Write self.add_weight(..., autocast=False) for it."
+
+
+def loss_problem(dtype: str) -> str:
+    """What happens to a loss that is added in half precision."""
+    inf = ", inf beyond 65504" if dtype == "float16" else ""
+    return f"adds a loss in {dtype}: it is rounded{inf}, and `fit` raises on TensorFlow."
+
+
+def state_problem(dtype: str, names: list[str]) -> str:
+    """What happens to state that is updated from a rounded copy."""
+    return (
+        f"reads {', '.join(names)} in {dtype} and writes it back: the variable is rounded in each "
+        "step, and what is below half a unit in its last place is lost."
+    )
