@@ -22,6 +22,10 @@ TORCH = $(CORE) $(patsubst %,tests/%,test_custom_loops.py test_defects.py test_f
   saved_files debug models/test_convert.py models/test_indices.py models/test_optimizers.py \
   models/test_weights.py)
 
+# Those that need keras-hub; `make programs` has it.
+RECIPES = tests/test_examples.py tests/test_notebooks.py -k "test_a_program_works or test_the_page_is \
+  or finetune or float16_on_a_t4 or a_plan_counts"
+
 .PHONY: quickstart test test-all test-whole test-oldest test-pre dist-check lint site notebooks programs \
   trackers orbax compiled-counts gpu clean
 
@@ -98,8 +102,8 @@ lint: $(VENV)/test.stamp
 # that `make test-all` leaves out where keras-hub and keras-rs are missing.
 programs: $(VENV)-programs/stamp
 	$(VENV)-programs/bin/python compat/table.py
-	KERAS_BACKEND=tensorflow $(VENV)-programs/bin/python -m pytest tests/test_programs.py
-	KERAS_BACKEND=jax $(VENV)-programs/bin/python -m pytest tests/test_programs.py
+	KERAS_BACKEND=tensorflow $(VENV)-programs/bin/python -m pytest tests/test_programs.py $(RECIPES)
+	KERAS_BACKEND=jax $(VENV)-programs/bin/python -m pytest tests/test_programs.py $(RECIPES)
 
 $(VENV)-programs/stamp: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-programs
@@ -132,9 +136,10 @@ $(VENV)-site/stamp: setup.cfg pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
-# Run the notebooks, and store what they print and draw in them.
-notebooks: $(VENV)/test.stamp
-	KERAS_BACKEND=tensorflow $(BIN)/python -m nbconvert --to notebook --execute --inplace \
+# Write the notebooks of the recipes anew, run all, and store what they print and draw in them.
+notebooks: $(VENV)-programs/stamp
+	$(VENV)-programs/bin/python notebooks/from_examples.py
+	KERAS_BACKEND=tensorflow $(VENV)-programs/bin/python -m nbconvert --to notebook --execute --inplace \
 	  --ExecutePreprocessor.record_timing=False \
 	  --ExecutePreprocessor.extra_arguments=--IPKernelApp.capture_fd_output=False notebooks/*.ipynb
 

@@ -6,6 +6,7 @@ Every page keeps links that work in the repository; here they are turned into th
 import pathlib
 import posixpath
 import re
+import runpy
 from collections.abc import Iterator
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -77,7 +78,8 @@ def notebook_files(path: pathlib.Path, config: MkDocsConfig) -> Iterator[File]:
 @event_priority(100)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what stands outside docs/."""
-    texts = {uri: (ROOT / path).read_text() for path, uri in MOVED.items()}
+    relative = runpy.run_path(str(ROOT / "docs" / "address.py"))["relative"]
+    texts = {uri: relative((ROOT / path).read_text()) for path, uri in MOVED.items()}
     texts["license.md"] = f"# License\n\n```\n{texts['license.md']}```\n"
     texts |= {uri_of(path): source_page(path) for path in linked_sources()}
     for uri, text in texts.items():

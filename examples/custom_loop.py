@@ -4,22 +4,26 @@
     KERAS_BACKEND=jax python examples/custom_loop.py            a pure step under jax.jit
     KERAS_BACKEND=torch python examples/custom_loop.py          loss.backward()
 
-Read the loop of your backend: three functions below, each whole. All do the same three things:
+Read the loop of your backend, `train_...` below. All do the same three things:
 
     scale the loss             with the scale that the optimizer holds now
     differentiate that         the gradients come out as many times too large
     hand them to the optimizer which divides, checks, and updates or skips
 
-One batch is poisoned with an infinite pixel, so that one step must be skipped.
+One batch is poisoned with an infinite pixel, so that one step must be skipped. With --plan XLA says
+how many bytes the step of the JAX loop needs on a card that need not be here (memory_plan.py).
 """
 
 import argparse
 import os
+import sys
+from collections.abc import Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # keep TensorFlow's start-up quiet
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch: more threads only wait at this size
 
 import keras
+import memory_plan
 import numpy as np
 from sklearn.datasets import load_digits
 
@@ -53,9 +57,8 @@ def train_tensorflow(model, optimizer, batches):
     return [float(step(x, y)) for x, y in batches]
 
 
-def train_jax(model, optimizer, batches):
+def step_of_jax(model, optimizer):
     """Everything that changes goes in and comes out; nothing is read from the model within."""
-    optimizer.build(model.trainable_variables)
 
     def scaled_loss(weights, statistics, state, x, y):
         logits, statistics = model.stateless_call(weights, statistics, x, training=True)
@@ -70,7 +73,14 @@ def train_jax(model, optimizer, batches):
         weights, state = optimizer.stateless_apply(state, gradients, weights)
         return (weights, statistics, state), loss
 
-    compiled = jax.jit(step, donate_argnums=0)  # the old values give their memory to the new
+    return step
+
+
+def train_jax(model, optimizer, batches):
+    """The step above, compiled once, and its last results given back to the model."""
+    optimizer.build(model.trainable_variables)
+    # The old values give their memory to the new.
+    compiled = jax.jit(step_of_jax(model, optimizer), donate_argnums=0)
     owners = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
     variables = tuple([v.value for v in group] for group in owners)
     losses = []
@@ -117,14 +127,30 @@ def build_optimizer() -> kmp.LossScaleOptimizer:
     return kmp.scaled(keras.optimizers.Adam, rule, learning_rate=2e-3)
 
 
-def main() -> None:
+def plan(device: str) -> memory_plan.Plan:
+    """XLA's plan of the step of JAX's loop."""
+    model, optimizer = build_model(), build_optimizer()
+    optimizer.build(model.trainable_variables)
+    state = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    x, y = np.zeros((BATCH_SIZE, 64), "float32"), np.zeros((BATCH_SIZE,), "int32")
+    step = step_of_jax(model, optimizer)
+    return memory_plan.plan_step(step, (state, x, y), model.count_params(), device)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Train twice, in the loop and in `fit`, and compare every variable."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--smoke", action="store_true", help="two epochs, to see that it runs")
-    arguments = parser.parse_args()
+    parser.add_argument("--plan", choices=memory_plan.DEVICES, help="bytes on this card, no more")
+    arguments = parser.parse_args(argv)
     epochs = 2 if arguments.smoke else arguments.epochs
+    if arguments.plan and not memory_plan.is_ready():
+        sys.exit(memory_plan.again())
     keras.config.set_dtype_policy("mixed_float16")
+    if arguments.plan:
+        print(f"mixed_float16: {plan(arguments.plan)}")
+        return
 
     digits = load_digits()
     number = len(digits.data) // BATCH_SIZE * BATCH_SIZE

@@ -45,6 +45,27 @@ EXPECTED = {
         r"^Adapters on a bfloat16 base: mirrored digits 9\d\.\d%$",
         r"^Merged, saved and loaded: 9\d\.\d%, on \w+\.$",
     ],
+    "memory_plan.py": [
+        r"^mixed_bfloat16, here, 0\.2 million parameters: held 1\.98 MB, in a step ",
+        r"^bfloat16, here, 0\.2 million parameters: held 1\.00 MB, in a step ",
+    ],
+    "finetune_language_model.py": [
+        r"^HEALTHY: loss scale 1, 0 skipped\.$",
+        r"^lora: 16,640 of 115,264 parameters trained$",
+    ],
+    "finetune_on_a_tpu.py": [
+        r"^HEALTHY: loss scale 1, 0 skipped\.$",
+        r"^half: (\d+,\d+) of \1 parameters trained$",
+    ],
+    "float16_on_a_t4.py": [
+        r"^mixed_float16: 4\d tokens, of which 4\d are padding$",
+        r"^mixed_float16 everywhere but for decoder_block_1: output SQNR ",
+    ],
+    "gan.py": [
+        r"^critic: loss \d\.\d+, loss scale \d+, 1 of 56 steps skipped$",
+        r"^artist: loss \d\.\d+, loss scale 32768, 0 of 56 steps skipped$",
+    ],
+    "diffusion.py": [r"^HEALTHY: loss scale 32768, 0 skipped\.$"],
     "keep_one_layer_in_float32.py": [
         r"^Costs the output most: contrast,",
         r"^mixed_bfloat16 everywhere but for contrast: output SQNR",
@@ -118,13 +139,26 @@ ON_TORCH_ALONE = {"quantization_aware.py", "when_float16_fails.py"}
 # It runs a model under one policy after another, each of which JAX compiles operation by operation.
 NOT_ON_JAX = {"keep_one_layer_in_float32.py"}
 
+# On others they print that they need JAX.
+ON_JAX_ALONE = {"memory_plan.py", "finetune_on_a_tpu.py"}
+
 # Those that make devices, and settings of the process, of their own.
-IN_A_PROCESS_OF_THEIR_OWN = {"distributed.py", "several_hosts.py", "bfloat16_tpu.py"}
+IN_A_PROCESS_OF_THEIR_OWN = {
+    "distributed.py",
+    "several_hosts.py",
+    "bfloat16_tpu.py",
+    "memory_plan.py",
+    "finetune_on_a_tpu.py",
+}
+
+# `make programs` runs them; keras-hub warns of what it does itself.
+WITH_KERAS_HUB = {"finetune_language_model.py", "finetune_on_a_tpu.py", "float16_on_a_t4.py"}
 
 
 def run_here(script, monkeypatch, directory):
     """What the script prints with --smoke in this process, without importing everything again."""
     monkeypatch.chdir(directory)
+    monkeypatch.syspath_prepend(ROOT / "examples")  # as for a script: they import each other
     monkeypatch.setattr(sys, "argv", [script, "--smoke"])
     with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
         warnings.simplefilter("default")  # a script may warn; what it shows is printed
@@ -228,7 +262,40 @@ def check_that_conversion_costs_nothing(printed):
     assert before > 90 and after >= before - 1.0 and later >= before - 2.0
 
 
+def numbers_of(pattern, printed):
+    """The numbers in the groups of the line that a pattern finds."""
+    found = re.search(pattern, printed, re.MULTILINE)
+    return [float(x.replace(",", "")) for x in found.groups()]
+
+
+def check_that_fine_tuning_lowers_the_loss(printed):
+    before, after = numbers_of(r"^Loss (\S+) before, (\S+) after", printed)
+    assert after < before - 0.05
+
+
+def check_that_each_device_holds_an_eighth(printed):
+    """But for the weights of normalizations, which are not split."""
+    first, whole = numbers_of(r"^The first of 8 devices holds (\S+) of (\S+) bytes", printed)
+    assert whole / 8 <= first < whole / 7
+
+
+def check_that_float16_is_blank_and_the_map_is_not(printed):
+    tokens, padding = numbers_of(r"^mixed_float16: (\d+) .* (\d+) are padding", printed)
+    assert padding == tokens > 0
+    same, of = numbers_of(r"^(\d+) of (\d+) tokens", printed)
+    # Of two words that are as good as equally likely float16 may take the other one.
+    assert of == tokens and same > 0.9 * of
+
+
+def check_that_images_come_closer(printed):
+    """To the real ones, than what it began with."""
+    far, near = numbers_of(r"^Distance from the real images: (\S+) \D*, (\S+) ", printed)
+    assert near < 0.8 * far
+
+
 def backends_of(script):
+    if script in ON_JAX_ALONE:
+        return ["jax"]
     if script in ON_TORCH_ALONE:
         return ["torch"]
     return ["tensorflow", "torch"] if script in NOT_ON_JAX else ["tensorflow", "jax", "torch"]
@@ -238,6 +305,8 @@ def backends_of(script):
     "script", [pytest.param(x, marks=pytest.mark.only(*backends_of(x))) for x in SCRIPTS]
 )
 def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path, monkeypatch):
+    if script in WITH_KERAS_HUB:
+        pytest.importorskip("keras_hub")
     if script in IN_A_PROCESS_OF_THEIR_OWN:
         printed = run(script, tmp_path, "--smoke")
     else:
@@ -247,6 +316,14 @@ def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path, monkeypat
         assert re.search(line, printed, re.MULTILINE), f"{line}\n---\n{printed}"
     if script == "gradient_checkpointing.py" and BACKEND != "tensorflow":
         check_that_checkpointing_keeps_a_fraction(printed)
+    if script in ("finetune_language_model.py", "finetune_on_a_tpu.py"):
+        check_that_fine_tuning_lowers_the_loss(printed)
+    if script == "finetune_on_a_tpu.py":
+        check_that_each_device_holds_an_eighth(printed)
+    if script == "float16_on_a_t4.py":
+        check_that_float16_is_blank_and_the_map_is_not(printed)
+    if script in ("gan.py", "diffusion.py"):
+        check_that_images_come_closer(printed)
     if script == "convert_a_model.py":
         check_that_conversion_costs_nothing(printed)
     if script == "survive_a_bad_batch.py":
@@ -267,3 +344,19 @@ def test_the_quickstart_reaches_its_accuracy(tmp_path):
     accuracy = re.search(r"^Test accuracy (\d+\.\d)%", printed, re.MULTILINE)
     assert float(accuracy[1]) >= 97.0
     assert list((tmp_path / "logs" / "quickstart").iterdir())
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("method", ["lora", "full", "half", "mixed"])
+def test_a_plan_counts_what_a_run_holds(method, tmp_path):
+    """XLA's bytes of the arguments are those of the weights and slots that a run has made."""
+    pytest.importorskip("keras_hub")
+    name = "finetune_language_model.py"
+    made = run(name, tmp_path, "--smoke", "--method", method)
+    planned = run(name, tmp_path, "--method", method, "--plan", "here")
+    held = int(
+        re.search(r"^Weights and slots: (\S+) bytes", made, re.MULTILINE)[1].replace(",", "")
+    )
+    held += 4 * 4 * 64 * 4 + 8  # four arrays of a batch of 4 sequences of 64; the mean of the loss
+    (found,) = numbers_of(r": held (\S+) MB", planned)
+    assert found == pytest.approx(held / 1e6, abs=0.005)  # it prints two places
