@@ -20,6 +20,7 @@ from kmp._backend.types import (
     DeviceMemory,
     Gradient,
     Operation,
+    PlannedProgram,
     Tensor,
     Tree,
     TwoLists,
@@ -66,7 +67,7 @@ class Backend(abc.ABC):
         Returns:
             None if the backend cannot tell.
         """
-        # JAX cannot forget a peak; `compiled_step_bytes` asks XLA instead.
+        # JAX cannot forget a peak; `planned_step` asks XLA instead.
         return None
 
     def inside_xla(self) -> bool:
@@ -623,16 +624,21 @@ class Backend(abc.ABC):
         """
         return None
 
-    def compiled_step_bytes(self, model: Any, x: Tree, y: Tree) -> int | None:
-        """Ask XLA for the most memory that one compiled training step of `fit` takes.
+    planned_devices: tuple[str, ...] = ()  # the names that `planned_step` knows
+
+    def planned_step(
+        self, model: Any, x: Tree, y: Tree, device: Any = None
+    ) -> PlannedProgram | None:
+        """Compile one training step of `fit`, without running it.
 
         Args:
-            model: compiled, and trained for at least one step, so that all its variables exist.
-            x: one batch, of arrays, of which only shapes and dtypes count.
+            model: compiled, and trained or built for training, so that all its variables exist.
+            x: one batch, of which only shapes and dtypes count.
             y: its targets.
+            device: the one to compile for, or its name; the default device if it is None.
 
         Returns:
-            Bytes of arguments, results and working memory; None if no compiler tells.
+            What XLA says of it; None if no compiler tells.
         """
         return None
 

@@ -42,6 +42,13 @@ class Value:
         return self.shape is not None and all(n == 1 for n in self.shape)
 
 
+class PlannedProgram(NamedTuple):
+    """What the compiler says of a program."""
+
+    bytes: int  # the most that arguments, results and working memory take at once
+    operations: float  # floating-point operations, as the program was before it was optimized
+
+
 class Operation(NamedTuple):
     """One operation of a program that a backend has traced.
 

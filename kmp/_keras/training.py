@@ -47,6 +47,19 @@ def metrics_of(model: Any) -> list[Any]:
     return [metric for group in found for metric in group]
 
 
+def build_for_training(model: Any, x: Any, y: Any) -> None:
+    """Make the variables of the optimizer and of the metrics, as `fit` does before it traces.
+
+    Private: `_symbolic_build`.
+
+    Args:
+        model: built and compiled.
+        x: one batch, of which only shapes and dtypes count.
+        y: its targets.
+    """
+    model._symbolic_build(data_batch=(x, y))
+
+
 def note_placements(model: Any) -> None:
     """Let the loop of `fit` know that the model has other variables than when it began.
 

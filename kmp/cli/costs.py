@@ -54,9 +54,9 @@ def step_memory(model: Any, x: Tree, y: Tree, before: DeviceMemory | None) -> St
     after = backend.device_memory()
     if before is not None and after is not None:
         return StepMemory(after.peak - before.in_use, "peak of the device's allocator")
-    counted = backend.compiled_step_bytes(model, x, y)
-    if counted is not None:
-        return StepMemory(counted, "XLA's analysis of the compiled step")
+    planned = backend.planned_step(model, x, y)
+    if planned is not None:
+        return StepMemory(planned.bytes, "XLA's analysis of the compiled step")
     return StepMemory(None, "not available on this backend and device")
 
 

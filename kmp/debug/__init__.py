@@ -1,5 +1,6 @@
 """Which layer, and why: tools that look at one batch and change nothing."""
 
+from kmp.debug.budget import MemoryPlan, PlannedStep, memory_plan
 from kmp.debug.diagnosis import Diagnosis, diagnose
 from kmp.debug.memory import MemoryReport, MemoryUse, memory_report
 from kmp.debug.nonfinite import NonfiniteReport, locate_nonfinite
@@ -13,9 +14,11 @@ __all__ = [
     "Growth",
     "LayerPrecision",
     "LayerRange",
+    "MemoryPlan",
     "MemoryReport",
     "MemoryUse",
     "NonfiniteReport",
+    "PlannedStep",
     "PrecisionReport",
     "Share",
     "SpikeExplanation",
@@ -24,6 +27,7 @@ __all__ = [
     "diagnose",
     "explain_spike",
     "locate_nonfinite",
+    "memory_plan",
     "memory_report",
     "sqnr",
     "tensor_stats",

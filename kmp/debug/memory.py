@@ -16,7 +16,7 @@ from kmp._keras.optimizer import inner_optimizer_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import as_batch, call_model, check_replayable, forward
 from kmp.debug.stats import floats
-from kmp.half_memory import build_inner
+from kmp.half_memory import HalfMemory, build_inner
 from kmp.precision.temporary import under
 from kmp.precision.trees import HALF_DTYPES
 
@@ -156,9 +156,10 @@ def _rows_of(
     floating = [v for v in model.variables if keras.backend.is_float_dtype(v.dtype)]
     numbers = sum(math.prod(v.shape) for v in floating)
     kept = {id(v) for v in floating}
-    others = sum(_bytes(v.shape, v.dtype) for v in model.variables if id(v) not in kept)
+    others = sum(bytes_of(v.shape, v.dtype) for v in model.variables if id(v) not in kept)
     trained = sum(math.prod(v.shape) for v in model.trainable_variables)
-    slots = {dtype: _slot_bytes(model, dtype) for dtype in ("float32", "bfloat16")}
+    memory = getattr(getattr(model, "optimizer", None), "half_memory", None)
+    slots = {dtype: _slot_bytes(model, dtype, memory) for dtype in ("float32", "bfloat16")}
 
     def use(name: str, policy: str, parameter: int, number: int, xla: int | None) -> MemoryUse:
         """A row, from the bytes of a parameter and of a gradient's number."""
@@ -179,7 +180,7 @@ def _activation_bytes(model: keras.Model, sample: Tree) -> int:
     leaves = [call for call in recorder.calls if not call.children]
     # Each tensor once: a cell returns its state twice, an identity what it was given.
     outputs = {id(x): x for call in leaves for x in floats(call.outputs)}
-    return sum(_bytes(x.shape, x.dtype) for x in outputs.values())
+    return sum(bytes_of(x.shape, x.dtype) for x in outputs.values())
 
 
 def _sample_of(model: keras.Model, batch_size: int) -> Tree:
@@ -229,18 +230,34 @@ def _loss_of(model: keras.Model, inputs: Tree) -> Callable[[list[Tensor]], Tenso
     return loss
 
 
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of an array."""
     name = keras.backend.standardize_dtype(dtype)
     size = 2 if name == "bfloat16" else np.dtype(name).itemsize
     return math.prod(shape) * size
 
 
-def _slot_bytes(model: keras.Model, dtype: str) -> int:
+def state_bytes(model: keras.Model, dtype: str, memory: HalfMemory | None) -> int:
+    """Bytes of the variables of a compiled model and its optimizer, if all weights have a dtype.
+
+    Args:
+        model: built and compiled.
+        dtype: of the weights: "float32" or "bfloat16".
+        memory: how the optimizer holds weights and slots.
+    """
+    floating = [v for v in model.variables if keras.backend.is_float_dtype(v.dtype)]
+    kept = {id(v) for v in floating}
+    others = sum(bytes_of(v.shape, v.dtype) for v in model.variables if id(v) not in kept)
+    weights = sum(bytes_of(v.shape, dtype) for v in floating)
+    return others + weights + _slot_bytes(model, dtype, memory)
+
+
+def _slot_bytes(model: keras.Model, dtype: str, memory: HalfMemory | None) -> int:
     """Bytes that the optimizer keeps if all weights have a dtype, held for one at a time."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return 0
-    inner, memory = inner_optimizer_of(optimizer), getattr(optimizer, "half_memory", None)
+    inner = inner_optimizer_of(optimizer)
 
     def kept_for(variables):
         alike = type(inner).from_config(inner.get_config())
@@ -248,7 +265,7 @@ def _slot_bytes(model: keras.Model, dtype: str) -> int:
             alike.build(variables)
         else:
             build_inner(alike, variables, memory, _counter)
-        return sum(_bytes(v.shape, v.dtype) for v in alike.variables)
+        return sum(bytes_of(v.shape, v.dtype) for v in alike.variables)
 
     for_none = kept_for([])
     weights = model.trainable_variables

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from keras import Layer, Model
@@ -110,27 +110,32 @@ def recompute(
             "`filter_fn` of recompute must be a function of a layer and its path. Received: "
             f"{filter_fn!r}. Write lambda layer, path: 'encoder' in path, for example."
         )
-    blocks = _blocks_of(model) if filter_fn is None else _chosen_by(filter_fn, model)
+    blocks = blocks_of(model) if filter_fn is None else chosen_by(filter_fn, model)
     if filter_fn is None and not blocks:
         raise ValueError(
             "`model` of recompute must have blocks: layers with weights that have layers inside "
             f"them. Received: {model.name!r}, which has none. Choose layers by filter_fn, or build "
             "each part that is to be computed again as a keras.Sequential or a layer of your own."
         )
+    recompute_only(blocks, model)
+    return RecomputeReport(tuple(map(_row_of, blocks)))
+
+
+def recompute_only(blocks: Sequence[Layer], model: Model) -> None:
+    """Let these blocks of a model be computed again, and nothing else in it."""
     for layer in layers_of(model):
         if is_recomputed(layer):
             call_plainly(layer)
     for block in blocks:
         recompute_calls(block, backend)
     forget_functions(model)
-    return RecomputeReport(tuple(map(_row_of, blocks)))
 
 
-def _blocks_of(model: Layer) -> list[Layer]:
+def blocks_of(model: Layer) -> list[Layer]:
     """The outermost layers with weights and layers inside; models only if they have no blocks."""
     found: list[Layer] = []
     for part in parts_of(model):
-        inside = _blocks_of(part) if isinstance(part, Model) else []
+        inside = blocks_of(part) if isinstance(part, Model) else []
         if inside:
             found += inside
         elif part.weights and parts_of(part):
@@ -138,13 +143,13 @@ def _blocks_of(model: Layer) -> list[Layer]:
     return _each_once(found)
 
 
-def _chosen_by(filter_fn: Callable[[Layer, str], bool], layer: Layer) -> list[Layer]:
+def chosen_by(filter_fn: Callable[[Layer, str], bool], layer: Layer) -> list[Layer]:
     """The outermost layers in a layer for which `filter_fn` returns True."""
     found: list[Layer] = []
     for part in parts_of(layer):
         if not isinstance(part, InputLayer):
             chosen = filter_fn(part, path_of(part))
-            found += [part] if chosen else _chosen_by(filter_fn, part)
+            found += [part] if chosen else chosen_by(filter_fn, part)
     return _each_once(found)
 
 

@@ -1,6 +1,7 @@
 """The JAX side of `kmp._backend`."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +12,22 @@ from jax import numpy as jnp
 from keras import ops
 
 from kmp._backend.base import Backend
+from kmp._backend.jax.cards import NAMES, device_of
 from kmp._backend.jax.programs import operations
 from kmp._backend.jax.sharding import MeshSharding
 from kmp._backend.jax.targets import PER_TARGET
 from kmp._backend.jax.updates import update_by_mask
 from kmp._backend.sharding import UNSHARDED, Sharding
-from kmp._backend.types import Device, Gradient, Operation, Tensor, Tree, TwoLists, Variable
+from kmp._backend.types import (
+    Device,
+    Gradient,
+    Operation,
+    PlannedProgram,
+    Tensor,
+    Tree,
+    TwoLists,
+    Variable,
+)
 
 _LOOPS = ("fori_loop", "map", "scan", "while_loop")
 
@@ -303,23 +314,39 @@ class JaxBackend(Backend):
         analysis = jax.jit(step).lower(*arguments).compile().memory_analysis()
         return None if analysis is None else int(analysis.temp_size_in_bytes)
 
-    def compiled_step_bytes(self, model: Any, x: Tree, y: Tree) -> int | None:
-        def spec(value):
-            return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype))
+    planned_devices = NAMES
 
-        owners = (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-        state = tuple([spec(v.value) for v in variables] for variables in owners)
+    def planned_step(
+        self, model: Any, x: Tree, y: Tree, device: Any = None
+    ) -> PlannedProgram | None:
+        device = device_of(device) if isinstance(device, str) else device
+        mesh = None if device is None else jax.sharding.Mesh([device], ["device"])
+        here = mesh and jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+        def lowered(where):
+            def spec(x):
+                dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+                return jax.ShapeDtypeStruct(tuple(x.shape), dtype, sharding=where)
+
+            owners = (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                model.optimizer.variables,
+                model.metrics_variables,
+            )
+            state = tuple(list(map(spec, variables)) for variables in owners)
+            return step.lower(state, jax.tree.map(spec, (x, y)))
+
         step = jax.jit(model.train_step, donate_argnums=0)
-        analysis = step.lower(state, jax.tree.map(spec, (x, y))).compile().memory_analysis()
+        program = lowered(here)
+        analysis = program.compile().memory_analysis()
         if analysis is None:
             return None
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes  # written in place
-        return int(analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes)
+        total = analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes
+        # The compiler of a device that is not here does not count.
+        costs = (program if here is None else lowered(None)).cost_analysis() or {}
+        return PlannedProgram(int(total), float(costs.get("flops", math.nan)))
 
     def operations(self, function: Callable[..., Any], inputs: Sequence[Tree]) -> list[Operation]:
         return operations(function, inputs)

@@ -1,0 +1,204 @@
+"""A budget chooses which blocks are computed again; the bytes are XLA's."""
+
+import importlib.util
+
+import keras
+import numpy as np
+import pytest
+
+import kmp
+from kmp._backend import backend
+from kmp._backend.types import PlannedProgram
+from kmp._keras.recompute import is_recomputed
+
+X = np.zeros((8, 16), "float32")
+
+
+def make_model(blocks=6, width=16):
+    keras.utils.set_random_seed(0)
+    parts = [
+        keras.Sequential([keras.layers.Dense(4 * width, "gelu"), keras.layers.Dense(width)])
+        for _ in range(blocks)
+    ]
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(width), *parts])
+    model.compile(kmp.scaled("adam"), "mse")
+    return model
+
+
+def recomputed(model):
+    return [is_recomputed(layer) for layer in model.layers]
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """A compiler whose plan is `1000 - 100` a block that is computed again, or what is set."""
+    compiled = []
+
+    def saves(model):
+        return 100 * sum(recomputed(model))
+
+    def planned_step(model, x, y, device=None):
+        size = keras.tree.flatten(x)[0].shape[0]
+        again = sum(recomputed(model))
+        compiled.append((size, again))
+        return PlannedProgram((1000 - planned_step.saves(model)) * size // 8, 10.0 + again)
+
+    planned_step.saves, planned_step.compiled = saves, compiled
+    monkeypatch.setattr(backend, "planned_step", planned_step)
+    return planned_step
+
+
+pytestmark = pytest.mark.only("jax")
+
+
+def plan_of(model, budget, **arguments):
+    return kmp.debug.memory_plan(model, X, X, budget, device="h100", **arguments)
+
+
+def test_a_step_that_fits_is_left_alone(planned):
+    plan = plan_of(make_model(), 1000)
+    assert (plan.fits, plan.paths, plan.advice) == (True, (), ())
+    assert planned.compiled == [(8, 0)]
+
+
+def test_the_first_blocks_are_taken_until_it_fits(planned):
+    model = make_model()
+    plan = plan_of(model, 600)
+    assert plan.fits and plan.step == (8, 4, 600, 1.4)
+    assert plan.paths == tuple(layer.path for layer in model.layers[1:5])
+    assert planned.compiled == [(8, 0), (8, 1), (8, 4)]  # one of each kind, then the plan
+    assert not any(recomputed(model))
+    kmp.recompute(model, lambda layer, path: path in plan.paths)
+    assert recomputed(model) == [False] + [True] * 4 + [False] * 2
+
+
+def test_where_later_blocks_save_less_more_are_taken(planned):
+    planned.saves = lambda model: (
+        100 * min(sum(recomputed(model)), 2) + 50 * max(sum(recomputed(model)) - 2, 0)
+    )
+    plan = plan_of(make_model(), 660)
+    assert plan.fits and plan.step.blocks == 5
+    assert planned.compiled == [(8, 0), (8, 1), (8, 4), (8, 5)]
+
+
+def test_blocks_of_several_kinds_save_each_its_own(planned):
+    keras.utils.set_random_seed(0)
+    small, large = (
+        [keras.Sequential([keras.layers.Dense(n), keras.layers.Dense(16)]) for _ in range(3)]
+        for n in (8, 64)
+    )
+    model = keras.Sequential([keras.Input((16,)), *small, *large])
+    model.compile(kmp.scaled("adam"), "mse")
+    planned.saves = lambda model: sum(
+        (10 if layer in small else 100) for layer in model.layers if is_recomputed(layer)
+    )
+    plan = plan_of(model, 800)
+    assert plan.fits and plan.step.blocks == 5  # 30 of the small ones, 200 of two large ones
+    assert planned.compiled == [(8, 0), (8, 1), (8, 1), (8, 5)]
+
+
+def test_what_does_not_fit_is_told_what_else_there_is(planned):
+    plan = plan_of(make_model(), 150)
+    assert not plan.fits and plan.step.blocks == 6
+    batch, *states = plan.advice
+    assert "A batch of 2 fits" in batch
+    assert 'slot_dtype="int8"' in states[0] and "bfloat16" in states[1]
+    assert "does not fit" in str(plan)
+
+
+def test_a_model_without_blocks_gets_the_advice_alone(planned):
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16)])
+    model.compile(kmp.scaled("adam"), "mse")
+    plan = plan_of(model, 100)
+    assert not plan.fits and plan.paths == () and len(plan.advice) >= 2
+    assert "No smaller batch" in plan_of(model, 10).advice[0]
+
+
+def test_blocks_that_were_computed_again_still_are(planned):
+    model = make_model()
+    kmp.recompute(model, lambda layer, path: layer in model.layers[2:4])
+    before = recomputed(model)
+    plan_of(model, 600)
+    assert recomputed(model) == before
+
+
+def test_the_model_and_its_training_stay_as_they_are():
+    """Compiled for the CPU that is here, without the search."""
+    run, other = make_model(), make_model()
+    for model in (run, other):
+        model.fit(X, X, verbose=0)
+    first = backend.planned_step(run, X, X)
+    assert first == backend.planned_step(run, X, X)
+    assert first.operations > 0
+    for model in (run, other):
+        model.fit(X, X, verbose=0)
+    for a, b in zip(run.variables, other.variables, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_the_advice_on_slots_promises_is_what_they_take():
+    """Followed: the bytes of weights and slots fall by as much as the plan says."""
+    from kmp.debug.memory import state_bytes
+    from kmp.half_memory import HalfMemory
+
+    def held(model):
+        kept = [*model.variables, *model.optimizer.inner_optimizer.variables]
+        return sum(v.value.nbytes for v in kept)
+
+    for policy, dtype, options in [
+        ("float32", "float32", {"slot_dtype": "int8"}),
+        ("bfloat16", "bfloat16", {"slot_dtype": "int8", "master_weights": 24}),
+    ]:
+        keras.config.set_dtype_policy(policy)
+        model = make_model(width=64)
+        keras.config.set_dtype_policy("float32")
+        model.compile(kmp.scaled("adam", **options), "mse")
+        model.optimizer.build(model.trainable_variables)
+        promised = state_bytes(make_model(width=64), dtype, HalfMemory(**options))
+        assert abs(held(model) - promised) < 100  # counters, a learning rate and a seed
+
+
+@pytest.mark.parametrize(
+    "budget", ["", "24", "GB", "1.2.3 GB", ".", 0, -1, float("nan"), None, "2 PB"]
+)
+def test_a_budget_that_is_none_is_refused(budget):
+    with pytest.raises(ValueError, match=r'Write budget="24 GB"'):
+        plan_of(make_model(1), budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "number"), [("24 GB", 24e9), ("1.5MiB", 1.5 * 2**20), (5e6, 5e6), (" 2 kB", None)]
+)
+def test_budgets(planned, budget, number):
+    if number is None:
+        with pytest.raises(ValueError, match="budget"):
+            plan_of(make_model(1), budget)
+    else:
+        assert plan_of(make_model(1), budget).budget == number
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "rtx"])
+def test_cpus_and_unknown_devices_are_refused(device):
+    with pytest.raises(ValueError, match=r"device.*h100"):
+        kmp.debug.memory_plan(make_model(1), X, X, "1 GB", device=device)
+
+
+def test_a_model_must_be_compiled():
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="compiled"):
+        plan_of(model, 1e9)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the extra h100"
+)
+def test_on_a_gpu_that_is_not_here():
+    """XLA's own: the plan is within the budget, and one block less is not."""
+    model = make_model(blocks=4, width=64)
+    x = np.zeros((4096, 16), "float32")
+    none = backend.planned_step(model, x, x, "h100")
+    every = kmp.debug.memory_plan(model, x, x, 1, device="h100").step
+    assert every.blocks == 4 and every.bytes < 0.8 * none.bytes
+    plan = kmp.debug.memory_plan(model, x, x, (none.bytes + every.bytes) // 2, device="h100")
+    assert plan.fits and 0 < plan.step.blocks < 4
+    assert not any(recomputed(model))
