@@ -181,7 +181,10 @@ class _Planner:
                 step = self._with_first(number, x, y)
         if step.bytes <= budget:
             return ()
-        return (self._smaller_batch(x, y, budget), *_smaller_state(self._model, step, budget))
+        return (
+            self._smaller_batch(x, y, step.bytes, budget),
+            *_smaller_state(self._model, step, budget),
+        )
 
     def _with_first(self, number: int, x: Tree, y: Tree) -> PlannedStep:
         """The step with the first so many blocks computed again, which is noted."""
@@ -216,11 +219,18 @@ class _Planner:
                 return i
         return len(self._blocks)
 
-    def _smaller_batch(self, x: Tree, y: Tree, budget: int) -> str:
-        """Whether a half, a quarter, ... of the batch fits."""
-        size = _samples(x)
+    def _smaller_batch(self, x: Tree, y: Tree, whole: int, budget: int) -> str:
+        """The largest half, quarter, ... of the batch that fits.
+
+        `whole` are the bytes with all of it. A sample takes nearly as many in any batch, so that
+        few sizes need to be compiled.
+        """
+        size = samples = _samples(x)
+        a_sample = 0.0
         while size > 1:
             size //= 2
+            if whole - a_sample * (samples - size) > budget and size > 1 and a_sample:
+                continue
             found = self._compile(self._blocks, *_first((x, y), size)).bytes
             if found <= budget:
                 return (
@@ -228,6 +238,7 @@ class _Planner:
                     "gradient_accumulation_steps, which keep a copy of the gradients, the updates "
                     "are those of this batch."
                 )
+            a_sample = (whole - found) / (samples - size)
         return "No smaller batch fits, not even of a single sample."
 
 
