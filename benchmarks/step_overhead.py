@@ -3,11 +3,12 @@
     KERAS_BACKEND=jax python benchmarks/step_overhead.py                 a table
     KERAS_BACKEND=tensorflow python benchmarks/step_overhead.py --no-xla --model mlp
     KERAS_BACKEND=jax python benchmarks/step_overhead.py --json          the same as JSON
+    KERAS_BACKEND=jax python benchmarks/step_overhead.py --variant health "health, spikes"
 
-Every variant trains the same model with Adam in `fit`, in turn, and a ratio is that of neighbours:
-what else the machine does meets both. On a CPU it is of CPU seconds, on an accelerator of the time
-that passes. "watched" has a `GradientHealth` at its default cadence. The first hundred steps, each
-of which is measured, are over by then.
+Every variant trains the same model with Adam in `fit`, in turn, and a ratio is that of neighbours,
+over the first variant: what else the machine does meets both. On a CPU it is of CPU seconds, on an
+accelerator of the time that passes. "watched" has a `GradientHealth` at its default cadence. The
+first hundred steps, each of which is measured, are over by then.
 """
 
 import argparse
@@ -23,11 +24,12 @@ import device_turns
 import keras
 import numpy as np
 from models import MODELS
-from variants import VARIANTS
+from variants import VARIANTS, WITH_SPIKES
 
 import kmp
 from kmp.cli.doctor import environment, environment_line
 
+KNOWN = VARIANTS | WITH_SPIKES
 WARM_UP = 110
 ON_CPU = "(cpu)" in environment()["device"]
 
@@ -39,7 +41,7 @@ class Run:
         keras.utils.set_random_seed(0)
         self.model, x, y = MODELS[name]()
         inner = keras.optimizers.Adam(1e-4, gradient_accumulation_steps=accumulate)
-        optimizer = VARIANTS[variant](inner)
+        optimizer = KNOWN[variant](inner)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self.model.compile(optimizer, loss, jit_compile=xla, auto_scale_loss=False)
         self.batch = len(x)
@@ -55,27 +57,33 @@ class Run:
 
 
 def overhead(
-    name: str, policy: str, xla: bool, steps: int, rounds: int, accumulate: int | None
+    name: str,
+    policy: str,
+    names: list[str],
+    xla: bool,
+    steps: int,
+    rounds: int,
+    accumulate: int | None,
 ) -> dict:
-    """Median and quartiles of the ratio of each variant, and the milliseconds of a plain step."""
+    """Median and quartiles of the ratio of each variant, and the milliseconds of the first."""
     keras.config.set_dtype_policy(policy)
-    runs = {variant: Run(name, variant, steps, xla, accumulate) for variant in VARIANTS}
+    runs = {variant: Run(name, variant, steps, xla, accumulate) for variant in names}
     with device_turns.compiling():
         for variant, run in runs.items():
             print(f"\r{name}, {policy}: warming {variant} up", end=" " * 9, file=sys.stderr)
             for _ in range(-(-WARM_UP // steps)):
                 run.fit()
-    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    seconds: dict[str, list[float]] = {variant: [] for variant in names}
     with device_turns.timing():
         for i in range(rounds):
-            names = list(VARIANTS)
             for variant in names[i % len(names) :] + names[: i % len(names)]:
                 seconds[variant].append(runs[variant].fit())
             print(f"\r{name}, {policy}: {i + 1} of {rounds} rounds", end=" " * 9, file=sys.stderr)
     print(file=sys.stderr)
-    result: dict = {"plain_ms": 1e3 * statistics.median(seconds["plain"]) / steps}
-    for variant in list(VARIANTS)[1:]:
-        ratios = [a / b for a, b in zip(seconds[variant], seconds["plain"], strict=True)]
+    first, *others = names
+    result: dict = {f"{first}_ms": 1e3 * statistics.median(seconds[first]) / steps}
+    for variant in others:
+        ratios = [a / b for a, b in zip(seconds[variant], seconds[first], strict=True)]
         result[variant] = [statistics.median(ratios), *statistics.quantiles(ratios, n=4)[::2]]
     return result
 
@@ -86,6 +94,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, nargs="*", default=["mlp", "transformer", "cnn"])
     parser.add_argument(
         "--policy", nargs="*", default=["float32", "mixed_bfloat16", "mixed_float16"]
+    )
+    parser.add_argument(
+        "--variant", choices=KNOWN, nargs="+", default=list(VARIANTS), help="the first is the base"
     )
     parser.add_argument("--no-xla", action="store_true", help="jit_compile=False")
     parser.add_argument("--torch-compile", action="store_true", help="jit_compile=True on torch")
@@ -103,7 +114,13 @@ def main() -> None:
     results = {
         name: {
             policy: overhead(
-                name, policy, xla, arguments.steps, arguments.rounds, arguments.accumulate
+                name,
+                policy,
+                arguments.variant,
+                xla,
+                arguments.steps,
+                arguments.rounds,
+                arguments.accumulate,
             )
             for policy in arguments.policy
         }
@@ -117,13 +134,12 @@ def main() -> None:
         print(json.dumps({"environment": facts, "results": results}))
         return
     print(environment_line(facts))
-    print(f"{'':28} {'plain':>9}" + "".join(f"{v:>22}" for v in list(VARIANTS)[1:]))
+    first, *others = arguments.variant
+    print(f"{'':28} {first:>9}" + "".join(f"{v:>22}" for v in others))
     for name, rows in results.items():
         for policy, row in rows.items():
-            cells = "".join(
-                f"{'{:.3f} [{:.3f}, {:.3f}]'.format(*row[v]):>22}" for v in list(VARIANTS)[1:]
-            )
-            print(f"{name:12} {policy:15} {row['plain_ms']:>6.1f} ms{cells}")
+            cells = "".join(f"{'{:.3f} [{:.3f}, {:.3f}]'.format(*row[v]):>22}" for v in others)
+            print(f"{name:12} {policy:15} {row[f'{first}_ms']:>6.1f} ms{cells}")
 
 
 if __name__ == "__main__":

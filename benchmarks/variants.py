@@ -12,3 +12,9 @@ VARIANTS = {
     "health": kmp.LossScaleOptimizer,
     "watched": kmp.LossScaleOptimizer,
 }
+
+# Those that leave out spikes, for the benchmarks that are asked for them.
+WITH_SPIKES = {
+    "spikes": lambda inner: kmp.LossScaleOptimizer(inner, measure_gradients=False, spikes="skip"),
+    "health, spikes": lambda inner: kmp.LossScaleOptimizer(inner, spikes="skip"),
+}
