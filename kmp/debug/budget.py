@@ -316,9 +316,8 @@ def _check(model: Any, device: Any) -> None:
             f"`device` of memory_plan must be one of {names}, or a jax.Device. Received: "
             f"device={device!r}."
         )
-    if getattr(device, "platform", None) == "cpu" or (
-        device is None and backend.platform() == "cpu"
-    ):
+    target = backend.platform() if device is None else getattr(device, "platform", device)
+    if target == "cpu":
         raise ValueError(
             "memory_plan must be told a `device`: XLA's compiler for CPUs undoes recomputation. "
             f'Received: device={device!r}. Write device="h100", for example, for which '
