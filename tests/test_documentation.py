@@ -75,6 +75,11 @@ def check_the_readme(namespace, printed):
     assert "FORWARD: the cast of the inputs of" in said
 
 
+def test_the_readme_lists_the_verdicts_by_their_numbers():
+    """Before Keras 3.12 the progress bar shows a number, which the README has people look up here."""
+    assert tuple(re.findall(r"^\| `([A-Z-]+)` \|", PAGES["README.md"], re.MULTILINE)) == STATES
+
+
 @pytest.mark.parametrize("name, bash", with_blocks("bash"))
 def test_commands_exist_with_their_options(name, bash):
     for line in "".join(bash).replace("\\\n", " ").splitlines():

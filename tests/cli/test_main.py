@@ -63,6 +63,29 @@ def test_a_command_imports_all_of_kmp():
 
 
 @pytest.mark.only("jax")
+@pytest.mark.parametrize(
+    "backend, absent, said",
+    [
+        ("tensorflow", ["tensorflow"], "Write KERAS_BACKEND=jax python -m kmp formats."),
+        ("torch", ["tensorflow", "jax", "torch"], "there is none. Install torch."),
+    ],
+)
+def test_a_backend_that_is_not_installed_is_named_with_one_that_is(backend, absent, said):
+    """Keras's default is TensorFlow, and its own error does not name KERAS_BACKEND."""
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", hidden + MAIN, "formats"],
+        env=environment(KERAS_BACKEND=backend),
+        capture_output=True,
+        text=True,
+    )
+    assert ast.literal_eval(done.stdout.strip())[0] == 2 and "Traceback" not in done.stderr
+    assert f"formats: error: Keras's backend is {backend}" in done.stderr and said in done.stderr
+    if "Write" in said:  # as it says
+        assert "float16" in in_a_new_process(hidden + MAIN, "formats")
+
+
+@pytest.mark.only("jax")
 def test_a_function_of_the_users_sees_all_of_kmp(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import keras, kmp, numpy\n"
