@@ -76,7 +76,7 @@ def check_the_readme(namespace, printed):
 
 
 def test_the_readme_lists_the_verdicts_by_their_numbers():
-    """Before Keras 3.12 the progress bar shows a number, which the README has people look up here."""
+    """Before Keras 3.12 the progress bar shows a number, which is looked up in the README."""
     assert tuple(re.findall(r"^\| `([A-Z-]+)` \|", PAGES["README.md"], re.MULTILINE)) == STATES
 
 
