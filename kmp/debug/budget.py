@@ -13,11 +13,11 @@ from kmp._backend import backend
 from kmp._backend.types import Tree
 from kmp._common import is_number, table
 from kmp._keras import check_model, layers_of, path_of
+from kmp._keras.blocks import blocks_of, chosen_by, recompute_only
 from kmp._keras.recompute import is_recomputed
 from kmp._keras.training import build_for_training, check_compiled
 from kmp.debug.memory import bytes_of, state_bytes
 from kmp.half_memory import HalfMemory
-from kmp.models.recomputation import blocks_of, chosen_by, recompute_only
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -153,7 +153,7 @@ def memory_plan(
     try:
         advice = planner.plan(x, y, budget)
     finally:
-        recompute_only(before, model)
+        recompute_only(before, model, backend)
     return MemoryPlan(budget, tuple(map(path_of, blocks)), tuple(planner.steps), advice)
 
 
@@ -194,7 +194,7 @@ class _Planner:
         return done[0] if done else self.steps[-1]
 
     def _compile(self, blocks: Sequence[Layer], x: Tree, y: Tree) -> PlannedStep:
-        recompute_only(blocks, self._model)
+        recompute_only(blocks, self._model, backend)
         planned = backend.planned_step(self._model, x, y, self._device)
         assert planned is not None
         self._operations = self._operations or planned.operations

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from keras import Layer, Model
@@ -10,8 +10,8 @@ from keras.layers import InputLayer
 
 from kmp._backend import backend
 from kmp._common import table
-from kmp._keras import check_model, forget_functions, layers_of, parts_of, path_of
-from kmp._keras.recompute import call_plainly, is_recomputed, recompute_calls
+from kmp._keras import check_model, layers_of, path_of
+from kmp._keras.blocks import blocks_of, chosen_by, recompute_only
 
 
 class RecomputedBlock(NamedTuple):
@@ -117,44 +117,8 @@ def recompute(
             f"them. Received: {model.name!r}, which has none. Choose layers by filter_fn, or build "
             "each part that is to be computed again as a keras.Sequential or a layer of your own."
         )
-    recompute_only(blocks, model)
+    recompute_only(blocks, model, backend)
     return RecomputeReport(tuple(map(_row_of, blocks)))
-
-
-def recompute_only(blocks: Sequence[Layer], model: Model) -> None:
-    """Let these blocks of a model be computed again, and nothing else in it."""
-    for layer in layers_of(model):
-        if is_recomputed(layer):
-            call_plainly(layer)
-    for block in blocks:
-        recompute_calls(block, backend)
-    forget_functions(model)
-
-
-def blocks_of(model: Layer) -> list[Layer]:
-    """The outermost layers with weights and layers inside; models only if they have no blocks."""
-    found: list[Layer] = []
-    for part in parts_of(model):
-        inside = blocks_of(part) if isinstance(part, Model) else []
-        if inside:
-            found += inside
-        elif part.weights and parts_of(part):
-            found.append(part)
-    return _each_once(found)
-
-
-def chosen_by(filter_fn: Callable[[Layer, str], bool], layer: Layer) -> list[Layer]:
-    """The outermost layers in a layer for which `filter_fn` returns True."""
-    found: list[Layer] = []
-    for part in parts_of(layer):
-        if not isinstance(part, InputLayer):
-            chosen = filter_fn(part, path_of(part))
-            found += [part] if chosen else chosen_by(filter_fn, part)
-    return _each_once(found)
-
-
-def _each_once(layers: list[Layer]) -> list[Layer]:
-    return list({id(layer): layer for layer in layers}.values())
 
 
 def _row_of(block: Layer) -> RecomputedBlock:
