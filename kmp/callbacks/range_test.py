@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kmp.summaries.checks import check_installed
+from kmp.summaries import check_installed
 
 _MEMORY = 0.9  # how much less a neighbour weighs than the point before it
 _DIVERGED = 4.0  # times the best smoothed loss

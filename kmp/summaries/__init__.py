@@ -4,21 +4,42 @@ tensorboard is imported when the first writer is made, as most programs never ma
 be installed, and its protobuf costs 20 ms to import next to jax and 220 ms next to torch.
 """
 
+import importlib
 import itertools
 import numbers
 import os
+import re
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kmp.summaries.checks import check_installed, check_layout, check_unicode, message
-
 _DATA_CLASSES = {"scalars": "DATA_CLASS_SCALAR", "images": "DATA_CLASS_BLOB_SEQUENCE"}
 _file_number = itertools.count()  # tells the writers of one process apart
+
+
+def check_installed(modules: Sequence[str], what: str) -> None:
+    """Raise ModuleNotFoundError unless these modules of the extra `tensorboard` can be imported.
+
+    Args:
+        modules: their names.
+        what: what needs them, as the subject of a sentence.
+
+    Example:
+
+    >>> check_installed(["PIL"], "The heat map")
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{what} needs the package {module.partition('.')[0]}, which is not installed. "
+                "Write pip install 'kmp[tensorboard]'."
+            ) from error
 
 
 def check_can_write() -> None:
@@ -53,8 +74,8 @@ class SummaryWriter:
 
     Args:
         log_dir: Path of a local directory, created where it is missing.
-        describe: Function from a tag to what its chart shows, as Markdown. TensorBoard shows the
-            text beside the chart. By default charts have none.
+        descriptions: What charts show, as Markdown, which TensorBoard puts beside them: a text for
+            a tag, or for all tags with a beginning that ends in "/" or "_".
 
     Raises:
         ModuleNotFoundError: without what the extra installs: `pip install 'kmp[tensorboard]'`.
@@ -65,15 +86,15 @@ class SummaryWriter:
     def __init__(
         self,
         log_dir: str | os.PathLike[str],
-        describe: Callable[[str], str] = lambda tag: "",
+        descriptions: Mapping[str, str] | None = None,
     ):
         path = os.fspath(log_dir) if isinstance(log_dir, str | os.PathLike) else log_dir
         if not isinstance(path, str):
-            raise TypeError(message("`log_dir` must be a path", log_dir, 'log_dir="logs/run_1"'))
+            raise TypeError(_message("`log_dir` must be a path", log_dir, 'log_dir="logs/run_1"'))
         # `makedirs` would take gs://bucket for a local directory "gs:".
         if not path or "://" in path or os.path.isfile(path):
             expected = "`log_dir` must be a directory of the local file system"
-            raise ValueError(message(expected, log_dir, 'log_dir="logs/run_1" and copy it later'))
+            raise ValueError(_message(expected, log_dir, 'log_dir="logs/run_1" and copy it later'))
         check_can_write()
         os.makedirs(path, exist_ok=True)
         name = (
@@ -83,7 +104,7 @@ class SummaryWriter:
         # A record is one `write` of a buffered file: records of two threads do not mix.
         self._records = open(os.path.join(path, name), "xb")  # noqa: SIM115
         self._has_layout = False
-        self._describe = describe
+        self._descriptions = descriptions or {}
         self._described: set[str] = set()  # TensorBoard reads the first description of a tag
         self._write(file_version="brain.Event:2", source_metadata={"writer": "kmp.summaries"})
         self.flush()
@@ -102,11 +123,11 @@ class SummaryWriter:
         """Writes the numbers of one step, `{tag: value}`, in one record: all of them or none."""
         if not isinstance(mapping, Mapping):
             expected = "`mapping` must be a dict of tags and numbers"
-            raise TypeError(message(expected, mapping, '{"loss_scale": 32768.0}'))
+            raise TypeError(_message(expected, mapping, '{"loss_scale": 32768.0}'))
         for tag, value in mapping.items():
             if not isinstance(value, numbers.Real):
                 expected = f"The value of {tag!r} must be one Python or numpy number"
-                raise TypeError(message(expected, value, "float(value)"))
+                raise TypeError(_message(expected, value, "float(value)"))
         tensors = {
             tag: {"dtype": "DT_FLOAT", "tensor_shape": {}, "float_val": [float(value)]}
             for tag, value in mapping.items()
@@ -116,8 +137,8 @@ class SummaryWriter:
     def text(self, tag: str, markdown: str, step: int) -> None:
         """Writes a text for the tab Text, which renders it as Markdown."""
         if not isinstance(markdown, str):
-            raise TypeError(message("`markdown` must be a str", markdown, "str(report)"))
-        check_unicode("`markdown`", markdown)
+            raise TypeError(_message("`markdown` must be a str", markdown, "str(report)"))
+        _check_unicode("`markdown`", markdown)
         self._write_summary("text", {tag: _string(markdown.encode())}, step)
 
     def histogram(
@@ -136,13 +157,13 @@ class SummaryWriter:
         example = "counts=[4, 2], edges=[-24, -14, 16] for two bins"
         if heights.ndim != 1 or not heights.size or borders.shape != (heights.size + 1,):
             expected = "`edges` must have one entry more than `counts`, which must not be empty"
-            raise ValueError(message(expected, (counts, edges), example))
+            raise ValueError(_message(expected, (counts, edges), example))
         if not (np.isfinite(borders).all() and (np.diff(borders) > 0).all()):
             expected = "`edges` must be finite and increase"
-            raise ValueError(message(expected, edges, example))
+            raise ValueError(_message(expected, edges, example))
         if not (np.isfinite(heights).all() and (heights >= 0).all()):
             expected = "`counts` must be finite and not negative"
-            raise ValueError(message(expected, counts, example))
+            raise ValueError(_message(expected, counts, example))
         rows = np.stack([borders[:-1], borders[1:], heights], axis=1)  # f64[bins, 3]
         tensor = {
             "dtype": "DT_DOUBLE",
@@ -162,7 +183,7 @@ class SummaryWriter:
             step: The training step, an int from 0.
         """
         if not isinstance(png, bytes):
-            raise TypeError(message("`png` must be bytes, an encoded picture", png, "file.read()"))
+            raise TypeError(_message("`png` must be bytes, an encoded picture", png, "file.read()"))
         content = [str(int(width)).encode(), str(int(height)).encode(), png]
         shape = {"dim": [{"size": len(content)}]}
         tensor = {"dtype": "DT_STRING", "tensor_shape": shape, "string_val": content}
@@ -179,7 +200,7 @@ class SummaryWriter:
         for name, value in mapping.items():
             if not isinstance(value, str | numbers.Real):
                 expected = f"The value of {name!r} must be a str, a bool or one number"
-                raise TypeError(message(expected, value, "str(value)"))
+                raise TypeError(_message(expected, value, "str(value)"))
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         self._write(step=0, summary=hparams_pb(dict(mapping)))
@@ -196,8 +217,8 @@ class SummaryWriter:
         """
         if self._has_layout:
             expected = "`layout` must be written once, as TensorBoard shows one layout of a run"
-            raise ValueError(message(expected, layout, "all categories in one dict"))
-        check_layout(layout)
+            raise ValueError(_message(expected, layout, "all categories in one dict"))
+        _check_layout(layout)
         from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
         proto = Layout(
@@ -237,25 +258,30 @@ class SummaryWriter:
         """Writes `{tag: tensor}` for one of TensorBoard's plugins."""
         if isinstance(step, bool) or not isinstance(step, numbers.Integral):
             expected = "`step` must be an int, the training step"
-            raise TypeError(message(expected, step, "step=int(optimizer.iterations)"))
+            raise TypeError(_message(expected, step, "step=int(optimizer.iterations)"))
         if not 0 <= step < 2**63:
             expected = "`step` must be a training step, counted from 0, and below 2**63"
-            raise ValueError(message(expected, step, "step=0 for what precedes training"))
-        for tag in tensors:
-            if not isinstance(tag, str) or not tag:
-                raise TypeError(message("`tag` must be a str and not empty", tag, '"loss_scale"'))
-            check_unicode("`tag`", tag)
+            raise ValueError(_message(expected, step, "step=0 for what precedes training"))
+        new = {tag: self._describe(tag) for tag in tensors if tag not in self._described}
         metadata = {
             "plugin_data": {"plugin_name": plugin},
             "data_class": _DATA_CLASSES.get(plugin, "DATA_CLASS_TENSOR"),
         }
-        new = {tag: self._describe(tag) for tag in tensors if tag not in self._described}
         values = [
             {"tag": t, "metadata": {**metadata, "summary_description": new.get(t)}, "tensor": x}
             for t, x in tensors.items()
         ]
         self._write(step=int(step), summary={"value": values})
         self._described.update(new)  # in place, which `|=` with a dict's keys is not
+
+    def _describe(self, tag: str) -> str:
+        """What the chart of a new tag shows, after a check of the tag; empty if nobody said."""
+        if not isinstance(tag, str) or not tag:
+            raise TypeError(_message("`tag` must be a str and not empty", tag, '"loss_scale"'))
+        _check_unicode("`tag`", tag)
+        beginnings = [tag[: i + 1] for i, letter in enumerate(tag) if letter in "/_"]
+        fitting = [tag, *reversed(beginnings)]
+        return next((self._descriptions[k] for k in fitting if k in self._descriptions), "")
 
     def _write(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -286,3 +312,46 @@ def _checksum(content: bytes) -> bytes:
 
     crc = google_crc32c.value(content)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _message(expected: str, received: object, example: str) -> str:
+    """The text of an error: what was expected, what was received, what to write instead."""
+    kind = type(received).__name__
+    return f"{expected}. Received: {received!r} (of type {kind}). Write {example}."
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """Raise ValueError for a text that files cannot hold: half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        example = "text.encode(errors='replace').decode()"
+        raise ValueError(_message(f"{name} must be Unicode ({error})", text, example)) from error
+
+
+def _check_layout(layout: object) -> None:
+    """Raise TypeError or ValueError unless `layout` is one of `custom_scalars_layout`."""
+    example = '{"Mixed precision": {"loss scale": ["loss_scale$"]}}'
+    expected = "`layout` must be {category: {chart title: [regular expressions]}}"
+    if not isinstance(layout, Mapping):
+        raise TypeError(_message(expected, layout, example))
+    for charts in layout.values():
+        if not isinstance(charts, Mapping):
+            raise TypeError(_message(expected, charts, example))
+        for patterns in charts.values():
+            if isinstance(patterns, Mapping):
+                if set(patterns) != {"value", "lower", "upper"}:
+                    tags = '{"value": "loss", "lower": "loss_min", "upper": "loss_max"}'
+                    expected = "A band in `layout` must have the keys value, lower and upper"
+                    raise ValueError(_message(expected, patterns, tags))
+                continue
+            if not isinstance(patterns, list | tuple):
+                raise TypeError(_message(expected, patterns, example))
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except (TypeError, re.error) as error:
+                    expected = f"`layout` must hold regular expressions ({error})"
+                    raise ValueError(
+                        _message(expected, pattern, "re.escape(tag) for a literal tag")
+                    ) from error

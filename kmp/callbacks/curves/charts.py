@@ -39,8 +39,8 @@ SPIKES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Of single tags, and of all tags of a group by its name and "/".
-_DESCRIPTIONS = {
+# By the tag of a chart, or by what all tags of a group begin with.
+DESCRIPTIONS = {
     "mixed_precision/loss_scale": "What the loss of the next step is multiplied by.",
     "mixed_precision/loss_scale_log2": "The loss scale as a power of two. A saw-tooth at any "
     "height is healthy, a steady fall is not.",
@@ -82,6 +82,7 @@ _DESCRIPTIONS = {
     "variable_overflow_steps/": "Steps in which the variable's gradient was not finite.",
     "variable_weight_norm/": "l2 norm of the variable, estimated from a sample.",
     "variable_update_ratio/": "log10 of the update's norm over the weight's norm. Healthy near -3.",
+    "epoch_": "The entry of this name in the logs of each epoch.",
     "epoch_loss": "Mean loss of the epoch, over the steps that were not skipped.",
     "epoch_learning_rate": "The optimizer's learning rate at the end of the epoch.",
     "epoch_loss_scale": "The loss scale at the end of the epoch.",
@@ -90,18 +91,3 @@ _DESCRIPTIONS = {
     "epoch_verdict": "The worst verdict of the epoch: 0 healthy, 1 calibrating, 2 underflow, "
     "3 unstable, 4 stalled, 5 collapsed, 6 forward NaN.",
 }
-
-
-def describe(tag: str) -> str:
-    """What the chart of a tag shows; empty for a tag that is not of these charts.
-
-    Example:
-
-    >>> describe("epoch_accuracy")
-    '`accuracy` in the logs of each epoch.'
-    """
-    group = tag.partition("/")[0] + "/"
-    found = _DESCRIPTIONS.get(tag) or _DESCRIPTIONS.get(group)
-    if found is None and tag.startswith("epoch_"):
-        return f"`{tag.removeprefix('epoch_')}` in the logs of each epoch."
-    return found or ""

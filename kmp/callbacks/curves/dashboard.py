@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kmp.callbacks.curves.charts import LAYOUT, SPIKES, describe
+from kmp.callbacks.curves.charts import DESCRIPTIONS, LAYOUT, SPIKES
 from kmp.callbacks.curves.heat_map import heat_map
 from kmp.callbacks.curves.history import History
 from kmp.callbacks.verdict.states import Verdict
@@ -54,7 +54,7 @@ class Dashboard:
         history: History,
         hparams: Mapping[str, float | str] | None = None,
     ):
-        self._writer = SummaryWriter(log_dir, describe)
+        self._writer = SummaryWriter(log_dir, DESCRIPTIONS)
         if hparams:
             self._writer.hparams(hparams)
         self._looks = 0

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from kmp.callbacks.curves.charts import describe
+from kmp.callbacks.curves.charts import DESCRIPTIONS
 from kmp.summaries import SummaryWriter
 
 
@@ -66,5 +66,5 @@ class EpochCurves:
 
     def _writer(self, run: str) -> SummaryWriter:
         if run not in self._writers:
-            self._writers[run] = SummaryWriter(os.path.join(self._log_dir, run), describe)
+            self._writers[run] = SummaryWriter(os.path.join(self._log_dir, run), DESCRIPTIONS)
         return self._writers[run]

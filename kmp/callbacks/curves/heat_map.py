@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kmp.summaries.checks import check_installed
+from kmp.summaries import check_installed
 
 _CELL, _LABEL = 12, 240  # pixels
 _COLD, _HOT, _OVERFLOW, _ABSENT = (20, 20, 90), (250, 240, 110), (220, 20, 20), (200, 200, 200)
