@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kmp.callbacks.curves.readings import ALWAYS, MORE
+from kmp.callbacks.curves.outlets import ALWAYS, MORE
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 

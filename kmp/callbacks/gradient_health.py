@@ -11,10 +11,8 @@ import keras
 from kmp.callbacks import arguments
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.cadence import Cadence, checked_update_freq
-from kmp.callbacks.curves import readings
-from kmp.callbacks.curves.heat_map import picture
-from kmp.callbacks.curves.history import History
-from kmp.callbacks.curves.outlets import Outlets
+from kmp.callbacks.curves.heat_map import History, picture
+from kmp.callbacks.curves.outlets import OF_SPIKES, Outlets, log_numbers
 from kmp.callbacks.order import come_first
 from kmp.callbacks.protection import Claim, protect_fit, release
 from kmp.callbacks.verdict.detectors import detectors, judge
@@ -213,8 +211,8 @@ class GradientHealth(keras.callbacks.Callback):
                 skips = report.overflow_skips - since.overflow_skips
                 self._alarms.of_skipped_steps(report.step, steps, skips)
             self._cadence.epoch_start, self._epoch_start = report.step, report
-            found = readings.numbers(report, self.verdict, self._ratio)
-            names = [*self.logs, *(name for name in readings.OF_SPIKES if name in found)]
+            found = log_numbers(report, self.verdict, self._ratio)
+            names = [*self.logs, *(name for name in OF_SPIKES if name in found)]
             logs.update({f"{self.prefix}{name}": found[name] for name in names})
         if self.log_dir is not None:
             self._run.sync()  # the learning rate may depend on the step

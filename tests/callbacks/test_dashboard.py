@@ -16,8 +16,7 @@ from test_summaries import read_values, tensorboard_server
 import kmp
 from kmp.callbacks.curves import dashboard
 from kmp.callbacks.curves.charts import LAYOUT
-from kmp.callbacks.curves.heat_map import Look, heat_map
-from kmp.callbacks.curves.history import History
+from kmp.callbacks.curves.heat_map import History, Look, heat_map
 from kmp.callbacks.verdict.states import Verdict
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Step"), pytest.mark.any_backend]

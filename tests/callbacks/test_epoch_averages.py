@@ -47,7 +47,7 @@ def overflowing_data(steps=(2, 5, 9)):
 def epoch_of(model, x, y, watchers=(), **arguments):
     """The averages of one epoch, without what the callbacks add to the logs."""
     run = model.fit(x, y, shuffle=False, callbacks=list(watchers), **FIXED, **arguments)
-    names = [name for name in run.history if name not in kmp.callbacks.curves.readings.ALWAYS]
+    names = [name for name in run.history if name not in kmp.callbacks.curves.outlets.ALWAYS]
     return {name: run.history[name][0] for name in names}
 
 

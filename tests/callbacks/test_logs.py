@@ -15,7 +15,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import kmp
 from kmp.callbacks import DivergenceGuard, GradientHealth, TerminateOnNaN
-from kmp.callbacks.curves.readings import ALWAYS, MORE, flat
+from kmp.callbacks.curves.outlets import ALWAYS, MORE, flat
 from kmp.callbacks.verdict.states import STATES, Grade
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step")

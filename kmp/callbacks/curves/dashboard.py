@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from kmp.callbacks.curves.charts import DESCRIPTIONS, LAYOUT, SPIKES
-from kmp.callbacks.curves.heat_map import heat_map
-from kmp.callbacks.curves.history import History
+from kmp.callbacks.curves.heat_map import History, heat_map
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health import details as _sample
 from kmp.health.report import GradientReport

@@ -1,4 +1,4 @@
-"""A picture of the gradient's norm: variables over time."""
+"""A picture of the gradient's norm: variables over time, and the looks that it is drawn from."""
 
 import io
 import math
@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kmp.health.measure import L2_NORM
+from kmp.health.report import GradientReport
+from kmp.health.telemetry import OVERFLOW_STEPS
 from kmp.summaries import check_installed
 
+_LOOKS = 60  # columns of the heat map
 _CELL, _LABEL = 12, 240  # pixels
 _COLD, _HOT, _OVERFLOW, _ABSENT = (20, 20, 90), (250, 240, 110), (220, 20, 20), (200, 200, 200)
 # Inches: the width of all, a row, all rows at most, what is left, right, above and below.
@@ -32,6 +36,38 @@ class Look(NamedTuple):
     step: int
     norms: np.ndarray
     overflowed: np.ndarray
+
+
+class History:
+    """The last 60 looks.
+
+    Args:
+        before: the report at the beginning, whose overflows are not this run's; None if the run is
+            new.
+
+    Attributes:
+        paths: the variables' paths.
+        looks: list of `Look`, the latest last.
+
+    Example:
+
+    >>> history = History()
+    >>> history.add(GradientReport(("a",), np.ones((1, 5), "float32"), 1024.0, 10, 0, 0))
+    >>> history.paths, history.looks[-1].step
+    (('a',), 10)
+    """
+
+    def __init__(self, before: GradientReport | None = None):
+        self.paths: tuple[str, ...] = ()
+        self.looks: list[Look] = []
+        self._overflows = before.matrix[:, OVERFLOW_STEPS].copy() if before else 0
+
+    def add(self, report: GradientReport) -> None:
+        """Keep what the heat map shows of a report."""
+        overflows = report.matrix[:, OVERFLOW_STEPS]
+        look = Look(report.step, report.matrix[:, L2_NORM], overflows > self._overflows)
+        self.paths, self.looks = report.paths, [*self.looks, look][-_LOOKS:]
+        self._overflows = overflows.copy()
 
 
 def heat_map(paths: Sequence[str], looks: Sequence[Look]) -> tuple[bytes, tuple[int, int]]:
