@@ -119,7 +119,7 @@ def test_imports_point_downwards():
         ("health", "import kmp", ["__init__"]),
         ("scaling", "from kmp import scaled", ["__init__"]),
         ("scaling", "from kmp.health.telemetry import due", []),
-        ("callbacks", "from kmp.callbacks.cadence import Cadence", []),
+        ("callbacks", "from kmp.callbacks.watcher import Cadence", []),
     ],
 )
 def test_upward_imports_are_found(room, source, expected):

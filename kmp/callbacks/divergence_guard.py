@@ -4,13 +4,8 @@ import math
 import statistics
 from typing import Any
 
-import keras
-
 from kmp._common import checked_choice, number, warn, whole_number
-from kmp.callbacks.cadence import Cadence
-from kmp.callbacks.order import come_first
 from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
-from kmp.callbacks.protection import Claim, protect_fit, release
 from kmp.callbacks.snapshot import (
     Snapshot,
     constants_that_are_not_finite,
@@ -18,6 +13,7 @@ from kmp.callbacks.snapshot import (
     take_snapshot,
 )
 from kmp.callbacks.spike_detector import SpikeDetector, SpikeState
+from kmp.callbacks.watcher import Cadence, Watcher
 
 _ACTIONS = ("warn", "stop", "rollback")
 # So many losses in a row that are not finite make a reading that is none, although the optimizer
@@ -26,7 +22,7 @@ _DEAD_LOSSES = 10  # not finite, in a row
 _DEAD_STEPS = 30  # skipped in a row, the last of them at a loss scale that cannot fall any further
 
 
-class DivergenceGuard(keras.callbacks.Callback):
+class DivergenceGuard(Watcher):
     """Notices when the loss diverges, and warns, stops training, or rolls the model back.
 
     A skipped step does no harm. This callback is for steps that were applied and should not have
@@ -142,23 +138,13 @@ class DivergenceGuard(keras.callbacks.Callback):
         self._candidate: tuple[Snapshot, SpikeState] | None = None
         self._counted_steps = progress.counted_steps if progress else 0
 
-    def set_model(self, model):
-        super().set_model(model)
-        self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
-
-    def on_train_begin(self, logs=None):
-        come_first(self)
-        protect_fit(self._trained, Claim(self))
-        self._begin(read_progress(self._trained))
+    def _begin_fit(self, callbacks):
+        self._begin(read_progress(self.trained))
         if self.action == "rollback":
-            self._meant = constants_that_are_not_finite(self._trained)
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self._cadence.is_due(batch):
-            self._look()
+            self._meant = constants_that_are_not_finite(self.trained)
 
     def on_epoch_end(self, epoch, logs=None):
-        progress = read_progress(self._trained)
+        progress = read_progress(self.trained)
         seen_none = progress.seen_steps == self._cadence.epoch_start
         self._cadence.epoch_start = progress.seen_steps
         if seen_none and epoch == 0:
@@ -166,11 +152,8 @@ class DivergenceGuard(keras.callbacks.Callback):
         if logs is not None and progress.skipped_steps is not None:
             logs["skipped_steps"] = progress.skipped_steps
 
-    def on_train_end(self, logs=None):
-        release(self._trained, self)
-
     def _look(self) -> None:
-        progress = read_progress(self._trained)
+        progress = read_progress(self.trained)
         reading = progress.mean_loss_since(self._counted_steps)
         self._counted_steps = progress.counted_steps
         if reading is None:  # every step since the last look was skipped
@@ -191,14 +174,14 @@ class DivergenceGuard(keras.callbacks.Callback):
         self._candidate = None
         last = self._proven[0].step if self._proven else -math.inf
         if calm and step - last >= self.snapshot_freq:
-            snapshot = take_snapshot(self._trained, step, self._meant)
+            snapshot = take_snapshot(self.trained, step, self._meant)
             self._candidate = None if snapshot is None else (snapshot, self._state)
 
     def _act(self, step: int, reading: float) -> None:
         history = self._state.history
         done = {"warn": "Nothing was done.", "stop": "Training stops."}.get(self.action)
         if self.action == "stop":
-            self._trained.stop_training = True
+            self.trained.stop_training = True
         elif self.action == "rollback":
             done = self._roll_back()
         usual = statistics.median(history) if history else math.nan

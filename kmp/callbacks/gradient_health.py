@@ -6,26 +6,23 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import keras
-
 from kmp.callbacks import arguments
 from kmp.callbacks.alarms import Alarms
-from kmp.callbacks.cadence import Cadence, checked_update_freq
 from kmp.callbacks.curves.heat_map import History, picture
 from kmp.callbacks.curves.outlets import OF_SPIKES, Outlets, log_numbers
-from kmp.callbacks.order import come_first
-from kmp.callbacks.protection import Claim, protect_fit, release
+from kmp.callbacks.protection import Claim
 from kmp.callbacks.verdict.detectors import detectors, judge
 from kmp.callbacks.verdict.not_training import no_steps
 from kmp.callbacks.verdict.observation import Observation, Run
 from kmp.callbacks.verdict.states import Limits, Verdict, checked_limits
+from kmp.callbacks.watcher import Cadence, Watcher, checked_update_freq
 from kmp.health.report import GradientReport, read_report
 from kmp.health.telemetry import FIRST_STEPS, kept_sampling, lend_sampling
 from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.summaries import check_can_write
 
 
-class GradientHealth(keras.callbacks.Callback):
+class GradientHealth(Watcher):
     """Watches the gradients of a model that is compiled with `kmp.scaled`.
 
     At each `update_freq`-th training step, and at the end of each epoch, it reads what the
@@ -143,14 +140,11 @@ class GradientHealth(keras.callbacks.Callback):
 
     def set_model(self, model):
         super().set_model(model)
-        self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
         if self._given is None:
             arguments.require_measurements(getattr(model, "optimizer", None), model)
 
-    def on_train_begin(self, logs=None):
-        others = come_first(self)
-        optimizer = self._watches(self._trained)
-        self._switch_on(optimizer)
+    def _begin_fit(self, callbacks):
+        optimizer = self._watches(self.trained)
         report = self._read(optimizer)
         step = report.step if report else 0
         went_back = self.report is not None and step < self.report.step  # a checkpoint was loaded
@@ -160,21 +154,22 @@ class GradientHealth(keras.callbacks.Callback):
             detector.begin_fit()
         self._cadence.epoch_start, self._epoch_steps = step, 1
         self._fit_start = self._epoch_start = report
-        self._run = Run(self._trained, optimizer)
-        self._alarms.of_unscaled_float16(self._trained, optimizer.loss_scale)
+        self._run = Run(self.trained, optimizer)
+        self._alarms.of_unscaled_float16(self.trained, optimizer.loss_scale)
         # The steps measure for all who watch this optimizer: as often as the most frequent asks.
-        watching = [self, *(x for x in others if isinstance(x, GradientHealth))]
-        self._often = min(x._every for x in watching if x._watches(self._trained) is optimizer)
+        watching = [x for x in callbacks if isinstance(x, GradientHealth)]
+        self._often = min(x._every for x in watching if x._watches(self.trained) is optimizer)
         self._outlets = Outlets(
-            self._trained, optimizer, self.log_dir, self.on_report, report, others
+            self.trained, optimizer, self.log_dir, self.on_report, report, callbacks
         )
         self._history = self._outlets.history
 
     def _watches(self, model: Any) -> Any:
         return self._given or model.optimizer
 
-    def _switch_on(self, optimizer: Any) -> None:
-        """Protect this `fit`, and let its steps measure details as often as this looks."""
+    def _claim(self) -> Claim:
+        """Protect this `fit`, whose steps measure details."""
+        optimizer = self._watches(self.trained)
         details, put_back = optimizer.measures_details, kept_sampling(optimizer)
         optimizer.measures_details = True
 
@@ -182,7 +177,7 @@ class GradientHealth(keras.callbacks.Callback):
             optimizer.measures_details = details
             put_back()
 
-        protect_fit(self._trained, Claim(self, variant=("details", id(optimizer)), undo=undo))
+        return Claim(self, variant=("details", id(optimizer)), undo=undo)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._outlets.begin_epoch()
@@ -196,8 +191,7 @@ class GradientHealth(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         self._batches = batch + 1  # at least; one execution may take several
-        if self._cadence.is_due(batch):
-            self._look()
+        super().on_train_batch_begin(batch, logs)
 
     def on_epoch_end(self, epoch, logs=None):
         logs = {} if logs is None else logs
@@ -241,11 +235,11 @@ class GradientHealth(keras.callbacks.Callback):
         return picture(self._history.paths, self._history.looks)
 
     def on_train_end(self, logs=None):
-        release(self._trained, self)
+        super().on_train_end(logs)
         self._outlets.close()
 
     def _read(self, optimizer: Any) -> GradientReport | None:
-        return read_report(optimizer, self._trained) if optimizer.built else None
+        return read_report(optimizer, self.trained) if optimizer.built else None
 
     def _look(self, losses: Mapping[str, Any] | None = None) -> GradientReport | None:
         """Look at the run; `losses` are those of an epoch that ends."""

@@ -1,21 +1,17 @@
 """`TerminateOnNaN`: stops a dead run, and lets a skipped step be."""
 
-from typing import Any
-
-import keras
 
 from kmp._backend import backend
 from kmp._common import warn, whole_number
 from kmp._keras import layers_of
-from kmp.callbacks.cadence import Cadence
-from kmp.callbacks.order import come_first
 from kmp.callbacks.progress import Progress, read_progress, warn_of_unseen_loss
-from kmp.callbacks.protection import Claim, protect_fit, release
+from kmp.callbacks.protection import release
 from kmp.callbacks.verdict.observation import nonfinite_state
+from kmp.callbacks.watcher import Cadence, Watcher
 from kmp.scaling.optimizer import LossScaleOptimizer
 
 
-class TerminateOnNaN(keras.callbacks.Callback):
+class TerminateOnNaN(Watcher):
     """Stops a dead run, but not one that has merely skipped a step.
 
     At each `update_freq`-th training step of an epoch and at its end it looks, and stops if
@@ -78,23 +74,13 @@ class TerminateOnNaN(keras.callbacks.Callback):
         self.update_freq = whole_number("update_freq", update_freq, "TerminateOnNaN")
         self.stopped_because: str | None = None
 
-    def set_model(self, model):
-        super().set_model(model)
-        self._trained: Any = model  # `self.model` would bring all of JAX's state out of the loop
-
-    def on_train_begin(self, logs=None):
-        come_first(self)
-        protect_fit(self._trained, Claim(self))
+    def _begin_fit(self, callbacks):
         self.stopped_because = None
-        self._seen_steps = read_progress(self._trained).seen_steps
+        self._seen_steps = read_progress(self.trained).seen_steps
 
     def on_epoch_begin(self, epoch, logs=None):
         # Anew, not by the tracker's count: a train step of the model's own may not move that.
         self._cadence = Cadence(self.update_freq)
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self._cadence.is_due(batch):
-            self._look()
 
     def on_epoch_end(self, epoch, logs=None):
         progress = self._look()
@@ -104,11 +90,8 @@ class TerminateOnNaN(keras.callbacks.Callback):
         if logs is not None and progress.skipped_steps is not None:
             logs["skipped_steps"] = progress.skipped_steps
 
-    def on_train_end(self, logs=None):
-        release(self._trained, self)
-
     def _look(self) -> Progress:
-        progress = read_progress(self._trained, self._trained.trainable_variables)
+        progress = read_progress(self.trained, self.trained.trainable_variables)
         self._stop_if(progress, self._reason(progress))
         return progress
 
@@ -116,25 +99,25 @@ class TerminateOnNaN(keras.callbacks.Callback):
         if reason and self.stopped_because is None:
             self.stopped_because = f"Step {progress.step}: {reason}"
             if self.raise_error:
-                backend.settle(self._trained)  # nobody calls `on_train_end`, which would
-                release(self._trained, self)
+                backend.settle(self.trained)  # nobody calls `on_train_end`, which would
+                release(self.trained, self)
                 raise RuntimeError(f"{self.stopped_because} Training ends.")
-            self._trained.stop_training = True
+            self.trained.stop_training = True
             warn(f"{self.stopped_because} Training stops.")
 
     def _reason_at_epoch_end(self) -> str | None:
-        lost = nonfinite_state(self._trained, layers_of(self._trained), self._trained.optimizer)
+        lost = nonfinite_state(self.trained, layers_of(self.trained), self.trained.optimizer)
         if not lost:
             return None
         more = f" {len(lost) - 1} more variables are affected." if lost[1:] else ""
         return f"{lost[0].path} holds inf or NaN.{more} Go back to a checkpoint."
 
     def _reason(self, progress: Progress) -> str | None:
-        variables = self._trained.trainable_variables
+        variables = self.trained.trainable_variables
         dead = [variables[i].path for i in progress.nonfinite]
         if dead:
             more = f" and {len(dead) - 5} more" if len(dead) > 5 else ""
-            is_kmps = isinstance(self._trained.optimizer, LossScaleOptimizer)
+            is_kmps = isinstance(self.trained.optimizer, LossScaleOptimizer)
             advice = (
                 "look at the learning rate, the optimizer's epsilon and constraints, since the "
                 "gradients were finite."
