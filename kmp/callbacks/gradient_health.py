@@ -10,7 +10,7 @@ from kmp.callbacks import arguments
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.curves.heat_map import History, picture
 from kmp.callbacks.curves.outlets import OF_SPIKES, Outlets, log_numbers
-from kmp.callbacks.protection import Claim
+from kmp.callbacks.protection import Hold
 from kmp.callbacks.verdict.detectors import detectors, judge
 from kmp.callbacks.verdict.not_training import no_steps
 from kmp.callbacks.verdict.observation import Observation, Run
@@ -167,7 +167,7 @@ class GradientHealth(Watcher):
     def _watches(self, model: Any) -> Any:
         return self._given or model.optimizer
 
-    def _claim(self) -> Claim:
+    def _hold(self) -> Hold:
         """Protect this `fit`, whose steps measure details."""
         optimizer = self._watches(self.trained)
         details, put_back = optimizer.measures_details, kept_sampling(optimizer)
@@ -177,7 +177,7 @@ class GradientHealth(Watcher):
             optimizer.measures_details = details
             put_back()
 
-        return Claim(self, variant=("details", id(optimizer)), undo=undo)
+        return Hold(self, compiled_with=("details", id(optimizer)), undo=undo)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._outlets.begin_epoch()

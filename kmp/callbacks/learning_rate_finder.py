@@ -11,10 +11,10 @@ from kmp._backend import backend
 from kmp._backend.random_states import RandomStates
 from kmp._common import number, warn, whole_number
 from kmp.callbacks.loss_tracker import RECENT
+from kmp.callbacks.lr_range import draw, has_diverged, smooth, steepest
+from kmp.callbacks.lr_sweep import SweptModel
 from kmp.callbacks.progress import read_progress, warn_of_unseen_loss
-from kmp.callbacks.protection import ONCE, Claim, build_optimizer, protect_fit, release
-from kmp.callbacks.range_test import draw, has_diverged, smooth, steepest
-from kmp.callbacks.sweep import SweptModel
+from kmp.callbacks.protection import UNCACHED, Hold, build_optimizer, protect_fit, release
 from kmp.summaries import SummaryWriter, check_can_write
 
 # So many losses in a row that are not finite, or steps in a row that were skipped although the loss
@@ -166,7 +166,7 @@ class LearningRateFinder(keras.callbacks.Callback):
         build_optimizer(model)
         self._swept = SweptModel(model, self.min_lr, self.max_lr, self.steps)
         # A train function of its own: others keep the learning rate that they were compiled with.
-        protect_fit(model, Claim(self, variant=ONCE, on_error=self.restore))
+        protect_fit(model, Hold(self, compiled_with=UNCACHED, on_error=self.restore))
         progress = read_progress(model)
         self._applied = self._swept.sweep.first_step
         self._counted, self._seen = progress.counted_steps, progress.seen_steps

@@ -20,8 +20,8 @@ class LossTracker(keras.metrics.Metric):
     """Takes the place of Keras's average of the epoch's loss, and keeps the recent losses too.
 
     Keras's own metric goes on averaging inside, over the finite losses of skipped steps too; see
-    `kmp.callbacks.undo`. An epoch without a finite loss is NaN. If no loss comes at all, as from a
-    `train_step` that tells the metric of none, the result is Keras's, 0.
+    `kmp.callbacks.skip_guard`. An epoch without a finite loss is NaN. If no loss comes at all, as
+    from a `train_step` that tells the metric of none, the result is Keras's, 0.
 
     Args:
         mean: Keras's metric.

@@ -20,11 +20,11 @@ from kmp._backend import backend
 from kmp._keras import awaits_weights, has_weights, training
 from kmp._keras.optimizer import is_loss_scale_optimizer
 from kmp.callbacks.loss_tracker import LossTracker
-from kmp.callbacks.undo import protected_step
+from kmp.callbacks.skip_guard import protected_step
 
-_USER = "kmp.protect"  # the owner of a claim that outlives `fit`
+_USER = "kmp.protect"  # the owner of a hold that outlives `fit`
 _REPLACED = ("train_step", "make_train_function")
-ONCE = "once"  # the variant of a claim whose functions no later `fit` may find
+UNCACHED = "uncached"  # in `compiled_with`: no later `fit` may find the train function
 
 
 def protect(model: Any) -> "Protection":
@@ -86,7 +86,7 @@ def protect(model: Any) -> "Protection":
             f"model.compile(kmp.scaled({type(model.optimizer).__name__}, ...), ...)."
         )
     guard = _guard_of(model) or _Guard(model)
-    is_new = guard.claim(Claim(_USER))
+    is_new = guard.hold(Hold(_USER))
     return Protection(model, is_new)
 
 
@@ -114,36 +114,36 @@ class Protection:
 
 
 @dataclasses.dataclass(frozen=True)
-class Claim:
+class Hold:
     """What a callback asks of the model while its `fit` runs.
 
     Attributes:
-        owner: who asks; a claim takes the place of an earlier one of the same owner.
-        variant: what the train function is compiled with beside the protection, since another
+        owner: who asks; a hold takes the place of an earlier one of the same owner.
+        compiled_with: what the train function is compiled with beside the protection, since another
             `fit` may do without; None if nothing.
-        undo: called when the claim ends, however it does.
+        undo: called when the hold ends, however it does.
         on_error: called first if it ends since a training step raised.
     """
 
     owner: Hashable
-    variant: Hashable = None
+    compiled_with: Hashable = None
     undo: Callable[[], None] | None = None
     on_error: Callable[[], None] | None = None
 
 
-def protect_fit(model: Any, claim: Claim) -> None:
+def protect_fit(model: Any, hold: Hold) -> None:
     """Protect `model` until `release`; for callbacks, in `on_train_begin`.
 
-    If a step of this `fit` raises, the claim ends at once; if something else does, with the next
+    If a step of this `fit` raises, the hold ends at once; if something else does, with the next
     `fit`.
     """
     guard = _guard_of(model) or _Guard(model)
-    guard.claim(claim)
+    guard.hold(hold)
     guard.start()
 
 
 def release(model: Any, owner: Hashable) -> None:
-    """End the claim of `owner`, if there is one; the last one takes everything off the model."""
+    """End the hold of `owner`, if there is one; the last one takes everything off the model."""
     if guard := _guard_of(model):
         guard.release(owner)
 
@@ -164,7 +164,8 @@ class _Functions:
 
     Attributes:
         tracker: the LossTracker whose variables they use.
-        train: train steps and the train functions made of them, by the variants of the claims.
+        train: train steps and the train functions made of them, by what the holds compile
+            it with.
         test: the test function, or None.
         plain_test: the test function of the bare model, beside which `test` was made.
     """
@@ -187,47 +188,47 @@ class _Functions:
 
 
 class _Guard:
-    """What stands in the place of a model's own attributes while there is a claim."""
+    """What stands in the place of a model's own attributes while there is a hold."""
 
     def __init__(self, model: Any):
         self._model = model
-        self._claims: dict[Hashable, Claim] = {}
+        self._holds: dict[Hashable, Hold] = {}
         self._functions: _Functions | None = None  # while they are in place
         self._own = {k: v for k, v in vars(model).items() if k in _REPLACED}
         self._make = model.make_train_function
         vars(model)["make_train_function"] = self.make_train_function
 
-    def claim(self, claim: Claim) -> bool:
-        """Add a claim; tell whether its owner had none."""
-        is_new = claim.owner not in self._claims
-        self._claims[claim.owner] = claim
+    def hold(self, hold: Hold) -> bool:
+        """Add a hold; tell whether its owner had none."""
+        is_new = hold.owner not in self._holds
+        self._holds[hold.owner] = hold
         return is_new
 
     def release(self, owner: Hashable, raised: bool = False) -> None:
-        """End a claim, and all of it with the last one."""
-        claim = self._claims.pop(owner, None)
-        if not self._claims:
+        """End a hold, and all of it with the last one."""
+        hold = self._holds.pop(owner, None)
+        if not self._holds:
             self._step_back()
             self._put_back("make_train_function")
-        if claim and raised and claim.on_error:
-            claim.on_error()
-        if claim and claim.undo:
-            claim.undo()
+        if hold and raised and hold.on_error:
+            hold.on_error()
+        if hold and hold.undo:
+            hold.undo()
 
     def abandon(self, raised: bool = True) -> None:
-        """End the claims of a `fit` that an exception has left."""
-        for owner in [x for x in reversed(self._claims) if x != _USER]:  # the first made began it
+        """End the holds of a `fit` that an exception has left."""
+        for owner in [x for x in reversed(self._holds) if x != _USER]:  # the first made began it
             self.release(owner, raised)
 
     def make_train_function(self, force: bool = False) -> None:
-        """What `fit`, which may find older claims left over, and `train_on_batch` call first."""
+        """What `fit`, which may find older holds left over, and `train_on_batch` call first."""
         if not training.called_by_train_on_batch():  # a loop may drive its callbacks by hand
             self.abandon(raised=False)
-        make = self.start if self._claims else self._make
+        make = self.start if self._holds else self._make
         make(force)
 
     def start(self, force: bool = False) -> None:
-        """Let the model train by the function that the claims ask for."""
+        """Let the model train by the function that the holds ask for."""
         model = self._model
         if is_loss_scale_optimizer(model.optimizer):
             build_optimizer(model)  # the first step may be skipped already
@@ -253,20 +254,20 @@ class _Guard:
         self._train_step = model.train_step
 
     def _choose(self) -> None:
-        """Put the train function in place that was compiled for the present claims, or make it."""
+        """Put the train function in place that was compiled for the present holds, or make it."""
         model, functions = self._model, self._functions
         assert functions is not None
-        variants = frozenset(x.variant for x in self._claims.values()) - {None}
-        if variants in functions.train:
-            step, model.train_function = functions.train[variants]
+        compiled_with = frozenset(x.compiled_with for x in self._holds.values()) - {None}
+        if compiled_with in functions.train:
+            step, model.train_function = functions.train[compiled_with]
             vars(model)["train_step"] = step  # PyTorch's function calls it by this name
         else:
             step = protected_step(model, self._train_step, functions.tracker)
             vars(model)["train_step"], model.train_function = step, None
             self._make()
             model.train_function = _ended_by_errors(model, model.train_function)
-            if ONCE not in variants:
-                functions.train[variants] = step, model.train_function
+            if UNCACHED not in compiled_with:
+                functions.train[compiled_with] = step, model.train_function
         self._chosen = model.train_function
 
     def _step_back(self) -> None:
@@ -294,15 +295,15 @@ def _ended_by_errors(model: Any, function: Callable[..., Any]) -> Callable[..., 
         except backend.END_OF_DATA:
             raise
         except BaseException:
-            _end_claims(model)
+            _end_holds(model)
             raise
 
     return train_function
 
 
-def _end_claims(model: Any) -> None:
+def _end_holds(model: Any) -> None:
     # JAX may have lost the state of a step that raised. Keras says so then, and the next `fit`
-    # ends the claims.
+    # ends the holds.
     with contextlib.suppress(Exception):
         backend.settle(model)
         if guard := _guard_of(model):

@@ -1,6 +1,5 @@
 """`TerminateOnNaN`: stops a dead run, and lets a skipped step be."""
 
-
 from kmp._backend import backend
 from kmp._common import warn, whole_number
 from kmp._keras import layers_of

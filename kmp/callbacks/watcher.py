@@ -7,7 +7,7 @@ import keras
 from keras.callbacks import CallbackList
 
 from kmp._common import whole_number
-from kmp.callbacks.protection import Claim, protect_fit, release
+from kmp.callbacks.protection import Hold, protect_fit, release
 
 _NEVER = 2**31 - 1  # steps
 
@@ -29,7 +29,7 @@ class Watcher(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         callbacks = come_first(self)
-        protect_fit(self.trained, self._claim())
+        protect_fit(self.trained, self._hold())
         self._begin_fit(callbacks)
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -39,9 +39,9 @@ class Watcher(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         release(self.trained, self)
 
-    def _claim(self) -> Claim:
+    def _hold(self) -> Hold:
         """What this callback asks of the model while its `fit` runs."""
-        return Claim(self)
+        return Hold(self)
 
     def _begin_fit(self, callbacks: list[keras.callbacks.Callback]) -> None:
         """Begin a `fit` that has these callbacks, this one among them."""

@@ -11,7 +11,7 @@ from linear_runs import SPE, data, linear_model
 
 import kmp
 from kmp.callbacks import LearningRateFinder
-from kmp.callbacks.range_test import has_diverged, smooth, steepest
+from kmp.callbacks.lr_range import has_diverged, smooth, steepest
 
 pytestmark = pytest.mark.slow
 

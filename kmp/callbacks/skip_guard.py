@@ -1,7 +1,7 @@
 """What a skipped step must not leave behind, and the train step that sees to it."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -14,7 +14,6 @@ from kmp._keras.buffers import Buffer, still_there
 from kmp._keras.optimizer import is_loss_scale_optimizer
 from kmp._keras.training import metrics_of, state_of
 from kmp.callbacks.loss_tracker import LossTracker
-from kmp.callbacks.statistics import hold_statistics
 from kmp.precision.trees import is_float
 from kmp.scaling.optimizer import LossScaleOptimizer
 
@@ -224,3 +223,39 @@ def _assigned_by(layer: Any) -> list[Variable]:
     if isinstance(layer, SpectralNormalization) and layer.built:
         return [*state_of(layer), layer.kernel]
     return state_of(layer)
+
+
+def hold_statistics(
+    model: Any,
+    norms: Sequence[BatchNormalization],
+    kept: Sequence[tuple[Variable, Tensor]],
+    applied: Tensor,
+) -> None:
+    """Put the moving statistics back if a step has multiplied one by more than the rule's factor.
+
+    A layer's moving variance hardly grows in a step of sound training, and behind a
+    BatchNormalization the gradients of a batch that would ruin it look sound. There is a budget, as
+    for gradients: a true change of scale is followed once it is spent.
+
+    Args:
+        model: compiled with a `kmp.LossScaleOptimizer` with `spikes`, if there are `norms`.
+        norms: the batch normalizations.
+        kept: variables, theirs among them, with their values before the step.
+        applied: bool[], whether the step was applied. A skipped one has been undone already.
+    """
+    before = {id(v): x for v, x in kept} if norms else {}
+    moved = [x for x in norms if x.trainable and id(getattr(x, "moving_variance", None)) in before]
+    if not moved:
+        return
+    optimizer = model.optimizer
+    rule, counter = optimizer.spikes, optimizer.statistics_spent
+    steps, spent = ops.convert_to_tensor(optimizer.steps), ops.convert_to_tensor(counter)
+    variances = [x.moving_variance for x in moved]
+    grown = [rule.keeps_statistics(before[id(v)], v.value, steps, spent) for v in variances]
+    has_grown = backend.over_processes(model, ops.any(ops.stack(grown)), ops.any)
+    holds = ops.logical_and(has_grown, applied)
+    variables = [v for x in moved for v in (x.moving_mean, x.moving_variance)]
+    backend.restore_unless(ops.logical_not(holds), variables, [before[id(v)] for v in variables])
+    counter.assign(rule.spend(spent, holds))
+    held = ops.convert_to_tensor(optimizer.held_statistics)
+    optimizer.held_statistics.assign(held + ops.cast(holds, "int32"))

@@ -10,7 +10,7 @@ from kmp._backend import backend
 from kmp._backend.random_states import RandomStates
 from kmp._backend.types import Tensor
 from kmp._keras.optimizer import inner_optimizer_of, replace_learning_rate, steps_of
-from kmp.callbacks.range_test import learning_rate
+from kmp.callbacks.lr_range import learning_rate
 
 
 class Sweep(keras.optimizers.schedules.LearningRateSchedule):
