@@ -11,8 +11,8 @@ from keras import ops
 
 import kmp
 from kmp._backend import backend
-from kmp.callbacks.snapshot import take_snapshot
 from kmp.callbacks.skip_guard import hold_statistics
+from kmp.callbacks.snapshot import take_snapshot
 from kmp.callbacks.verdict.observation import moving_variances, nonfinite_state
 
 
