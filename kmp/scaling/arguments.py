@@ -1,7 +1,7 @@
 """What `kmp.LossScaleOptimizer` may be built from, and what its methods take."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 from keras import ops
@@ -15,12 +15,14 @@ from kmp.precision.trees import is_float
 from kmp.scaling import rules
 from kmp.scaling.rules import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 
-# What scripts for Keras 2 call, and what they do now.
-GONE = {
-    "get_scaled_loss": "Write optimizer.scale_loss(loss).",
-    "get_unscaled_gradients": "Leave it out: optimizer.apply(gradients, variables) divides them by "
-    "the scale.",
-}
+
+def gone(name: str, instead: str) -> property:
+    """An attribute that scripts for Keras 2 read, and that says what to write now."""
+
+    def read(optimizer: Any) -> NoReturn:
+        raise AttributeError(f"Keras 3 has no `{name}`. {instead}")
+
+    return property(read)
 
 
 def choose_rule(loss_scale: Any, initial_scale: Any, growth_interval: Any) -> LossScale:

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -144,12 +144,11 @@ class LossScaleOptimizer(WrapsInner):
     def dynamic_scale(self, variable: Variable) -> None:  # Keras's `build` makes it
         self.scale_variable = variable
 
-    if not TYPE_CHECKING:  # for a type checker a class with this method has any attribute
-
-        def __getattr__(self, name: str) -> Any:
-            if name in arguments.GONE:
-                raise AttributeError(f"Keras 3 has no `{name}`. {arguments.GONE[name]}")
-            return object.__getattribute__(self, name)  # which says that there is none
+    get_scaled_loss = arguments.gone("get_scaled_loss", "Write optimizer.scale_loss(loss).")
+    get_unscaled_gradients = arguments.gone(
+        "get_unscaled_gradients",
+        "Leave it out: optimizer.apply(gradients, variables) divides them by the scale.",
+    )
 
     def __repr__(self) -> str:
         spikes = "" if self.spikes is None else f", spikes={self.spikes!r}"
@@ -157,7 +156,8 @@ class LossScaleOptimizer(WrapsInner):
         return f"<{type(self).__name__} of {inner}, loss_scale={self.loss_scale!r}{spikes}>"
 
     def __dir__(self) -> list[str]:  # Keras reads all of these when it saves: that scales no loss
-        return sorted({*super().__dir__()} - {"dynamic_scale", "scale_state"})
+        left_out = {"dynamic_scale", "scale_state", "get_scaled_loss", "get_unscaled_gradients"}
+        return sorted({*super().__dir__()} - left_out)
 
     @property
     def scale_state(self) -> Any:
