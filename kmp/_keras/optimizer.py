@@ -43,6 +43,10 @@ if TYPE_CHECKING:
         @property
         def iterations(self) -> Variable: ...
         @property
+        def steps(self) -> Variable: ...
+        @property
+        def own_variables(self) -> list[Variable]: ...
+        @property
         def variables(self) -> list[Variable]: ...
         def build(self, var_list: Sequence[Variable]) -> None: ...
         def add_variable(self, *args: Any, **kwargs: Any) -> Variable: ...
@@ -72,6 +76,19 @@ else:
 
     class BaseLossScaleOptimizer(LossScaleOptimizer):
         """Keras's class, without the branch of its `stateless_apply`, and built whole."""
+
+        @property
+        def steps(self):
+            """Steps so far, skipped ones included; `iterations` counts the applied ones.
+
+            Private: `_iterations`.
+            """
+            return self._iterations
+
+        @property
+        def own_variables(self):
+            """The variables of the wrapper alone. Private: `_variables`."""
+            return list(self._variables)
 
         def build(self, var_list):
             """Build the optimizer and the one inside it.
@@ -183,11 +200,6 @@ def plain_name_of(optimizer: Any) -> str | None:
 def is_loss_scale_optimizer(optimizer: Any) -> bool:
     """Whether an optimizer is a LossScaleOptimizer, Keras's or kmp's."""
     return isinstance(optimizer, LossScaleOptimizer)
-
-
-def own_variables_of(optimizer: Any) -> list[Variable]:
-    """`_variables`: only those of the wrapper, for `variables` lists the inner optimizer's too."""
-    return list(optimizer._variables)
 
 
 def trainable_variables_of(optimizer: Any) -> list[Variable]:

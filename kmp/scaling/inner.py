@@ -11,7 +11,6 @@ from kmp._keras.optimizer import (
     BaseLossScaleOptimizer,
     accumulators_of,
     own_the_averages,
-    own_variables_of,
     refuse_settings,
     steps_of,
 )
@@ -67,16 +66,6 @@ class WrapsInner(BaseLossScaleOptimizer):
     def __init__(self, inner_optimizer: Any, initial_scale: float, **kwargs: Any):
         refuse_settings(kwargs)
         super().__init__(inner_optimizer, initial_scale, **kwargs)
-
-    @property
-    def steps(self) -> Variable:
-        """Training steps so far, skipped ones included; `iterations` counts the applied ones."""
-        return steps_of(self)
-
-    @property
-    def own_variables(self) -> list[Variable]:
-        """The wrapper's variables, without those of the inner optimizer."""
-        return own_variables_of(self)
 
     def moves_rarely(self, variable: Variable) -> bool:
         """Whether a small update leaves most elements of a variable unchanged; see `HalfMemory`."""

@@ -8,6 +8,7 @@ counters that have come without slots show that the model was named otherwise wh
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from keras import ops
 
 from kmp._backend import backend
@@ -27,7 +28,7 @@ def warn_of_counters_alone(optimizer: Any) -> bool:
     Only a checkpoint puts them there: nobody else assigns the wrapper's own count of steps. The
     variables that `build` makes had no place in which to be restored.
     """
-    steps = _count(optimizer.steps)
+    (steps,) = _counts(optimizer.steps)
     if steps:
         warn(
             f"The state of {optimizer.name!r} was restored in part: the count of its {steps} steps "
@@ -43,7 +44,8 @@ def warn_of_new_slots(optimizer: Any) -> bool:
     Returns:
         Whether the counters say so: then there is no need to look again.
     """
-    applied = _count(optimizer.steps) - _count(optimizer.skipped_steps)
+    steps, skipped = _counts(optimizer.steps, optimizer.skipped_steps)
+    applied = steps - skipped
     if applied <= 0:
         return False
     with backend.outside_functions():
@@ -62,10 +64,10 @@ def warn_of_new_slots(optimizer: Any) -> bool:
     return True
 
 
-def _count(variable: Variable) -> int:
-    """The number that a counter has at present; 0 where nobody can read it."""
-    values = backend.present_values([variable])
-    return int(ops.convert_to_numpy(values[0])) if values else 0
+def _counts(*counters: Variable) -> list[int]:
+    """The numbers that counters have at present; zeros where nobody can read them."""
+    values = backend.present_values(counters) or np.zeros(len(counters), "int32")
+    return [int(ops.convert_to_numpy(x)) for x in values]
 
 
 def _weights_with_new_slots(optimizer: Any) -> tuple[list[str], int]:
