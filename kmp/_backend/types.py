@@ -1,5 +1,6 @@
 """Aliases that say what an argument is; tensors of the three backends share no base class."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,16 +30,23 @@ class DeviceMemory(NamedTuple):
     peak: int  # the most since the last look
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """A tensor in a list of operations: one place in a program, whatever it holds."""
+    """A tensor in a list of operations: one place in a program, whatever it holds.
 
-    def __init__(self, dtype: str, shape: tuple[int | None, ...] | None):
-        self.dtype = dtype  # such as "float32", "int64", "bool" or "string"
-        self.shape = shape  # None if even the rank is not known
-        self.number: float | None = None  # of a constant that is one number, as its dtype holds it
+    Attributes:
+        dtype: such as "float32", "int64", "bool" or "string".
+        shape: None if even the rank is not known.
+        number: of a constant that is one number, as its dtype holds it.
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...] | None
+    number: float | None = None
 
     @property
     def is_one_number(self) -> bool:
+        """Whether it holds one number."""
         return self.shape is not None and all(n == 1 for n in self.shape)
 
 

@@ -105,8 +105,11 @@ class Recorder:
 
     @property
     def innermost(self) -> Call | None:
-        """The call that is under way and has called none that is; None outside of calls."""
-        return self._stack[-1] if self._stack else None
+        """The call under way that has called none that is.
+
+        None outside of calls, and in other threads, which call models of their own.
+        """
+        return self._stack[-1] if self._stack and self.is_on() else None
 
     def raised(self) -> Call | None:
         """The innermost call that raised, where the recorded code did."""

@@ -77,11 +77,11 @@ def watching_effects(found: list[Effect]) -> Iterator[None]:
     reads: dict[tuple[int, int], str] = {}  # by call and variable, the dtype of what it read
 
     def watch_read(variable, value):
-        if recorder.is_on() and (call := recorder.innermost):
+        if call := recorder.innermost:
             reads[id(call), id(variable)] = keras.backend.standardize_dtype(value.dtype)
 
     def watch_assign(variable):
-        call = recorder.innermost if recorder.is_on() else None
+        call = recorder.innermost
         dtype = reads.get((id(call), id(variable))) if call else None
         if call and dtype and dtype != variable._dtype:
             found.append(Effect(call.layer, "update", variable.name, dtype))

@@ -40,7 +40,7 @@ from kmp.models.programs import Program
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
 from kmp.models.side_effects import ROUNDED_STATE, harmed_layers, told_of_models
 from kmp.models.weights import dtype_changes, float32_weights, retype
-from kmp.precision.policy import Policy, get_policy, on_weights
+from kmp.precision.policy import Policy, get_policy, on_weights, plain
 from kmp.precision.trees import HALF_DTYPES, half_dtype
 
 
@@ -215,7 +215,7 @@ def _mixed_dtypes(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any,
 
 def _give(policies: list[tuple[keras.Layer, Any]]) -> None:
     for layer, policy in policies:
-        give_policy(layer, policy)
+        give_policy(layer, plain(policy))
 
 
 def _calls(model: Any) -> list[Callable]:

@@ -228,11 +228,16 @@ class Policy(DTypePolicy):
         output = self._output_dtype or self._compute_dtype
         return self.adapts, self.casts_inputs, self._variable_dtype, self._compute_dtype, output
 
+    @property
+    def is_kerass(self) -> bool:
+        """Whether Keras's policy of the same name says as much."""
+        says_more = self.adapts or self._output_dtype is not None or not self.casts_inputs
+        return not says_more and self._keras_name() is not None
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # Keras saves the class of a policy. A file that names Keras's class loads without kmp.
-        says_all = self._output_dtype is None and self.casts_inputs and self._keras_name()
-        return DTypePolicy if says_all and not self.adapts else Policy
+        return DTypePolicy if self.is_kerass else Policy
 
     def __reduce__(self) -> tuple:
         return Policy, (str(self),)
@@ -255,6 +260,13 @@ class _LoadedPolicy(Policy):
     @property
     def name(self):
         return Policy(str(self))
+
+
+def plain(policy: DTypePolicy) -> DTypePolicy:
+    """Return Keras's own policy of the same name if that says as much, else `policy`."""
+    if isinstance(policy, Policy) and policy.is_kerass:
+        return DTypePolicy(policy.name)
+    return policy
 
 
 def on_weights(policy: DTypePolicy, param_dtype: DType) -> DTypePolicy:
