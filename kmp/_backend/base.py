@@ -550,10 +550,15 @@ class Backend(abc.ABC):
         """Assign what `to_host` returned for this variable or for one of its values."""
         variable.assign(value)
 
-    def preserved(self, variable: Variable) -> Callable[[], None]:
-        """Copy the stored value of a variable. Call the result to put it back."""
-        value = ops.copy(variable._value)  # `value` may be autocast
-        return lambda: variable.assign(value)
+    def preserved(self, variables: Sequence[Variable]) -> Callable[[], None]:
+        """Copy the stored values of variables. Call the result to put them back."""
+        kept = [(v, ops.copy(v._value)) for v in variables]  # `v.value` may be autocast
+
+        def restore() -> None:
+            for variable, value in kept:
+                variable.assign(value)
+
+        return restore
 
     def retype(self, variable: Variable, value: Tensor) -> Callable[[], None]:
         """Give a variable a value of another dtype. Call the result to put the old ones back."""

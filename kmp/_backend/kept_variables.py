@@ -1,9 +1,8 @@
 """The values of variables, kept aside and put back."""
 
 import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,8 @@ class KeptVariables:
 
     def __init__(self, variables: Iterable[Variable], on_host: bool = False):
         self._on_host = on_host
-        self._kept: dict[int, tuple[Variable, Callable[[], None]]] = {}
+        self._kept: dict[int, Variable] = {}  # by their ids, which stay theirs while they are here
+        self._put_back: list[Callable[[], None]] = []
         self._assign = KerasVariable._direct_assign
         self._keep(variables)
 
@@ -45,7 +45,7 @@ class KeptVariables:
         """Put all values back."""
         noted, KerasVariable._direct_assign = KerasVariable._direct_assign, self._assign
         try:
-            for _, put_back in self._kept.values():
+            for put_back in self._put_back:
                 put_back()
         finally:
             KerasVariable._direct_assign = noted
@@ -67,12 +67,20 @@ class KeptVariables:
             KerasVariable._direct_assign = assign
 
     def _keep(self, variables: Iterable[Variable]) -> None:
-        copy = _copied_to_host if self._on_host else backend.preserved
-        new = {id(v): v for v in variables if getattr(v, "_value", None) is not None}
-        for key in new.keys() - self._kept.keys():
-            self._kept[key] = (new[key], copy(new[key]))
+        copied = _copied_to_host if self._on_host else backend.preserved
+        found = {id(v): v for v in variables if getattr(v, "_value", None) is not None}
+        new = {key: v for key, v in found.items() if key not in self._kept}
+        if new:
+            self._put_back.append(copied(list(new.values())))
+            self._kept.update(new)
 
 
-def _copied_to_host(variable: Variable) -> Callable[[], None]:
-    # A copy: the next step may write into the buffer that NumPy looks at.
-    return functools.partial(variable.assign, np.array(ops.convert_to_numpy(variable)))
+def _copied_to_host(variables: Sequence[Variable]) -> Callable[[], None]:
+    # Copies: the next step may write into the buffers that NumPy looks at.
+    kept = [(v, np.array(ops.convert_to_numpy(v))) for v in variables]
+
+    def restore() -> None:
+        for variable, value in kept:
+            variable.assign(value)
+
+    return restore

@@ -7,7 +7,7 @@ begins with an underscore. `tests/test_house.py` lists the names, and since when
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -61,13 +61,14 @@ def path_of(layer: Any) -> str:
     return getattr(layer, "path", None) or layer.name
 
 
-def give_policy(layer: Layer, policy: keras.DTypePolicy) -> None:
-    """Set the dtype policy of a built layer.
+def give_policies(policies: Iterable[tuple[Layer, keras.DTypePolicy]]) -> None:
+    """Set the dtype policies of built layers.
 
     Private: `_dtype_policy`. The setter of `layer.dtype_policy` writes into a `DTypePolicyMap` that
     several layers share.
     """
-    layer._dtype_policy = policy
+    for layer, policy in policies:
+        layer._dtype_policy = policy
 
 
 def function_of(metric: Any) -> Any:

@@ -14,7 +14,7 @@ from kmp._keras import (
     call_in_training,
     check_model,
     forget_functions,
-    give_policy,
+    give_policies,
     is_graph,
     is_preprocessing,
     layers_of,
@@ -214,8 +214,7 @@ def _mixed_dtypes(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any,
 
 
 def _give(policies: list[tuple[keras.Layer, Any]]) -> None:
-    for layer, policy in policies:
-        give_policy(layer, plain(policy))
+    give_policies((layer, plain(policy)) for layer, policy in policies)
 
 
 def _calls(model: Any) -> list[Callable]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from kmp._keras import give_policy, layers_of
+from kmp._keras import give_policies, layers_of
 from kmp.int8.quantized import quantize_like
 from kmp.models.policy_tree import other_layers
 from kmp.precision.policy import get_policy
@@ -47,8 +47,7 @@ def restore_flat_list(model: Any, config: dict[str, Any]) -> None:
     layers, policies = layers_of(model), config["policies"]
     if len(layers) != len(policies):
         raise other_layers(model, len(policies) - 1, len(layers) - 1)
-    for layer, policy in zip(layers, policies, strict=True):
-        if policy is not None:
-            give_policy(layer, get_policy(policy))
+    pairs = zip(layers, policies, strict=True)
+    give_policies((layer, get_policy(policy)) for layer, policy in pairs if policy is not None)
     for i, quantization in config.get("quantization", {}).items():
         quantize_like(layers[int(i)], quantization)

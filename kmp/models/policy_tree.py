@@ -10,7 +10,7 @@ from typing import Any
 from keras import DTypePolicy, FloatDTypePolicy
 from keras.layers import InputLayer
 
-from kmp._keras import give_policy, parts_of
+from kmp._keras import give_policies, parts_of
 from kmp._keras.building import after_build
 from kmp.int8.quantized import quantization_of, quantize_like
 from kmp.models.weights import dtype_changes, retype
@@ -43,7 +43,7 @@ def _restore_policies(layer: Any, saved: dict[str, Any]) -> None:
     if "policy" in saved:
         policy = get_policy(saved["policy"])
         retype(dtype_changes(layer, policy, policy.param_dtype), {})
-        give_policy(layer, policy)
+        give_policies([(layer, policy)])
     inner, expected = _inside(layer), saved.get("layers", [])
     if layer.built and len(inner) != len(expected):
         raise other_layers(layer, len(expected), len(inner))

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kmp._keras import give_policy, layers_of
+from kmp._keras import give_policies, layers_of
 from kmp.precision.policy import get_policy, on_weights
 
 
@@ -46,15 +46,13 @@ def _swapped(model: keras.Layer, choose: Callable[[keras.Layer], Any]) -> Iterat
     The setter of `dtype_policy` is not used: it would write into a map that the layers share.
     """
     layers = [layer for layer in layers_of(model) if is_switchable(layer)]
-    before = [layer.dtype_policy for layer in layers]
-    chosen = [_for_layer(layer, choose(layer)) for layer in layers]
+    before = [(layer, layer.dtype_policy) for layer in layers]
+    chosen = [(layer, _for_layer(layer, choose(layer))) for layer in layers]
     try:
-        for layer, policy in zip(layers, chosen, strict=True):
-            give_policy(layer, policy)
+        give_policies(chosen)
         yield
     finally:
-        for layer, old in zip(layers, before, strict=True):
-            give_policy(layer, old)
+        give_policies(before)
 
 
 def _for_layer(layer: keras.Layer, policy: keras.DTypePolicy) -> keras.DTypePolicy:

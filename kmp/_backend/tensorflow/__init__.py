@@ -428,14 +428,13 @@ class TensorFlowBackend(Backend):
         # NumPy makes no array of a bfloat16 scalar by itself.
         return np.array(ops.convert_to_tensor(x).numpy())
 
-    def preserved(self, variable: Variable) -> Callable[[], None]:
+    def preserved(self, variables: Sequence[Variable]) -> Callable[[], None]:
         # On each replica its own value.
-        stored = variable._value
-        parts = stored.values if isinstance(stored, tf.distribute.DistributedValues) else [stored]
-        values = [tf.identity(part) for part in parts]
+        stored = [getattr(v._value, "values", [v._value]) for v in variables]
+        kept = [(part, tf.identity(part)) for parts in stored for part in parts]
 
         def restore():
-            for part, value in zip(parts, values, strict=True):
+            for part, value in kept:
                 part.assign(value)
 
         return restore
