@@ -126,12 +126,13 @@ class GradientHealth(Watcher):
         self._history: History | None = None  # of the latest `fit`
         if optimizer is not None:
             arguments.require_measurements(optimizer)
-        self._begin()
-
-    def _begin(self, optimizer: Any = None, step: int = 0) -> None:
-        """Forget what another optimizer has measured, or this one in another run."""
         self.report: GradientReport | None = None
         self.verdict: Verdict | None = None
+        self._optimizer: Any = None  # that of the latest `fit`
+
+    def _begin(self, optimizer: Any, step: int) -> None:
+        """Forget what another optimizer has measured, or this one in another run."""
+        self.report = self.verdict = None
         self._ratio = math.nan  # log10 of update over weight
         self._told = ""  # the state that was printed last
         self._optimizer, self._cadence = optimizer, Cadence(self._every, step)
@@ -150,8 +151,6 @@ class GradientHealth(Watcher):
         went_back = self.report is not None and step < self.report.step  # a checkpoint was loaded
         if optimizer is not self._optimizer or went_back:
             self._begin(optimizer, step)
-        for detector in self._detectors:
-            detector.begin_fit()
         self._cadence.epoch_start, self._epoch_steps = step, 1
         self._fit_start = self._epoch_start = report
         self._run = Run(self.trained, optimizer)

@@ -16,9 +16,6 @@ class Detector(abc.ABC):
         Every detector sees every look, also if one before it in the list has spoken.
         """
 
-    def begin_fit(self) -> None:  # noqa: B027 (most detectors have nothing to forget)
-        """Forget what holds within one `fit` alone."""
-
 
 def named(paths: list[str]) -> str:
     """The first paths, for a sentence."""

@@ -36,15 +36,18 @@ class FrozenWeights(Detector):
     """
 
     def __init__(self):
-        self.begin_fit()
+        self._begin_fit(None)
 
-    def begin_fit(self) -> None:
+    def _begin_fit(self, start: GradientReport | None) -> None:
+        self._fit_start = start
         self._before: GradientReport | None = None
         self._largest_norm = 0.0
         self._looks = self._first = 0
         self._has_moved = False
 
     def see(self, look: Observation) -> Verdict | None:
+        if look.fit_start is not self._fit_start:
+            self._begin_fit(look.fit_start)
         still = self._still(look)
         cause = still and _cause(look, still)
         if not (still and cause):

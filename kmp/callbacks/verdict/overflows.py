@@ -123,15 +123,16 @@ class OverflowRate(Detector):
     """UNSTABLE: far more steps overflow than the growth of the scale explains."""
 
     def __init__(self):
-        self._past: collections.deque[GradientReport] = collections.deque()
+        self._fit_start: GradientReport | None = None
+        self._past: collections.deque[GradientReport] = collections.deque()  # of this `fit`
         self._size = GradientSize()
-
-    def begin_fit(self) -> None:
-        self._past.clear()
 
     def see(self, look: Observation) -> Verdict | None:
         report = look.report
         self._size.see(look)
+        if look.fit_start is not self._fit_start:
+            self._fit_start = look.fit_start
+            self._past.clear()
         if not self._past and look.fit_start and look.fit_start.step:
             self._past.append(look.fit_start)
         settled = self._settled(report.step)
