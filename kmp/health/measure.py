@@ -133,7 +133,7 @@ def _in_rows(found: Tensor, order: Sequence[int], number: int) -> Tensor:
     return ops.take(found, ops.convert_to_tensor(places, "int32"), axis=0)
 
 
-def _batch_key(group: GradientGroup, together: bool) -> tuple:
+def _batch_key(group: GradientGroup, together: bool) -> tuple[Any, ...]:
     """The key of the groups that are reduced together with this one."""
     if group.stacked and not together:
         return ("rows", str(group.values.dtype), group.values.shape[1])

@@ -114,7 +114,7 @@ class MeasurePlan:
     # For eager steps:
     eagerly: "MeasurePlan" = dataclasses.field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         shards = self.sharding.shard_shapes(self.shapes)
         split = tuple(shard != shape for shard, shape in zip(shards, self.shapes, strict=True))
         eager = self.sharding.eagerly()

@@ -78,7 +78,7 @@ class SkipSpikes:
     half_life: int = 128
     patience: int = 8
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         owner = type(self).__name__
         factor = number("factor", self.factor, owner)
         if not 1 < factor < 2.0**64:

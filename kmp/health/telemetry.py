@@ -136,7 +136,7 @@ class Telemetry:
         self.events.assign(ops.where(nonfinite, events * ops.convert_to_tensor(mark), events))
 
     def _record_details(self, plan: MeasurePlan, seen: Look, weights: Sequence[Tensor]) -> None:
-        def measured(target: str, due: Any, before: Any, previous: Any, *weights: Any) -> list:
+        def measured(target: str, due: Any, before: Any, previous: Any, *weights: Any) -> list[Any]:
             def table() -> Tensor:
                 cuts, sharding = plan.cuts, plan.sharding
                 after = details.sample_weights(weights, cuts, seen.order, target, sharding)

@@ -84,9 +84,9 @@ class autocast:
         current_scope.set(scope.parent)
         keras.config.set_dtype_policy(scope.policy_before)
 
-    def __call__(self, function: Callable) -> Callable:
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def cast(*args, **kwargs):
+        def cast(*args: Any, **kwargs: Any) -> Any:
             with self:
                 if not self.enabled:
                     return function(*args, **kwargs)

@@ -74,7 +74,7 @@ _TF32 = dataclasses.replace(
 )
 
 
-class Formats(Mapping):
+class Formats(Mapping[str, Format]):
     """The float formats by name, widest first.
 
     Raises:

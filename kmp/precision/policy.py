@@ -224,7 +224,7 @@ class Policy(DTypePolicy):
     def __hash__(self) -> int:
         return hash(self._name)
 
-    def _dtypes(self) -> tuple:
+    def _dtypes(self) -> tuple[Any, ...]:
         output = self._output_dtype or self._compute_dtype
         return self.adapts, self.casts_inputs, self._variable_dtype, self._compute_dtype, output
 
@@ -239,7 +239,7 @@ class Policy(DTypePolicy):
         # Keras saves the class of a policy. A file that names Keras's class loads without kmp.
         return DTypePolicy if self.is_kerass else Policy
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return Policy, (str(self),)
 
     def get_config(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class _LoadedPolicy(Policy):
     """
 
     @property
-    def name(self):
+    def name(self) -> Policy:
         return Policy(str(self))
 
 

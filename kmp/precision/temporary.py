@@ -31,7 +31,7 @@ def under_map(
     direct = {id(layer) for layer in without_path}
     full = keras.dtype_policies.get("float32")
 
-    def choose(layer):
+    def choose(layer: keras.Layer) -> Any:
         if layer.path:
             return policies[layer.path]
         return full if id(layer) in direct else policies.default_policy

@@ -70,7 +70,7 @@ def cast_to_full(tree: T) -> T:
 def cast_floats(tree: Tree, dtype: DType) -> Any:
     """Cast the float tensors and arrays of a nested structure; leave everything else as it is."""
 
-    def cast(x):
+    def cast(x: Any) -> Any:
         if not _has_floats(x):
             return x
         if isinstance(x, (np.ndarray, np.generic)):
@@ -200,7 +200,7 @@ def select_tree(pred: Tensor, on_true: T, on_false: T) -> T:
         )
     keras.tree.assert_same_structure(on_true, on_false)
 
-    def choose(a, b):
+    def choose(a: Any, b: Any) -> Any:
         if (a is None) != (b is None):
             raise ValueError(
                 "`on_true` and `on_false` must have the same structure. Received: None in one "

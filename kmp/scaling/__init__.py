@@ -43,7 +43,7 @@ def scaled(
     slot_dtype: str | None = None,
     master_weights: bool | int = False,
     spikes: Any = None,
-    **optimizer_arguments,
+    **optimizer_arguments: Any,
 ) -> LossScaleOptimizer:
     """Wrap an optimizer in loss scaling, ready for `model.compile`.
 

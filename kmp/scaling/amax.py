@@ -84,7 +84,7 @@ class AmaxLossScale(DynamicLossScale):
 
     reads_max_abs: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         bits = number("headroom_bits", self.headroom_bits, "AmaxLossScale")
         if not 0 <= bits < 16:

@@ -153,7 +153,7 @@ class StaticLossScale(_Rule):
 
     value: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "value", scale_number("value", self.value, "StaticLossScale"))
 
     def init(self) -> ScaleState:
@@ -223,7 +223,7 @@ class DynamicLossScale(_Rule):
 
     is_fixed: ClassVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         owner = type(self).__name__
         for name in ("initial_scale", "min_scale", "max_scale"):
             object.__setattr__(self, name, scale_number(name, getattr(self, name), owner))
@@ -321,7 +321,9 @@ def counted_step(state: ScaleState, finite: Tensor) -> ScaleState:
 _RECOVERY = 200  # finite steps before a scale below 1 grows, at most
 
 
-def _moved(factors: tuple, limits: tuple, state: ScaleState, finite: Tensor) -> ScaleState:
+def _moved(
+    factors: tuple[float, ...], limits: tuple[float, ...], state: ScaleState, finite: Tensor
+) -> ScaleState:
     xp, counted = _operations(state, finite), counted_step(state, finite)
     growth_factor, backoff_factor = factors
     growth_interval, hysteresis, min_scale, max_scale = limits
