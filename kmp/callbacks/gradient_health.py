@@ -156,7 +156,7 @@ class GradientHealth(Watcher):
         self._run = Run(self.trained, optimizer)
         self._alarms.of_unscaled_float16(self.trained, optimizer.loss_scale)
         # The steps measure for all who watch this optimizer: as often as the most frequent asks.
-        watching = [x for x in callbacks if isinstance(x, GradientHealth)]
+        watching = [self, *(x for x in callbacks if isinstance(x, GradientHealth))]
         self._often = min(x._every for x in watching if x._watches(self.trained) is optimizer)
         self._outlets = Outlets(
             self.trained, optimizer, self.log_dir, self.on_report, report, callbacks
