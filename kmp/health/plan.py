@@ -76,7 +76,7 @@ class StepNumbers(NamedTuple):
         return [self.step, self.consecutive_skips, *self.rule, *self.peak]
 
 
-class Look(NamedTuple):
+class Inspection(NamedTuple):
     """What a step knows about its gradients before it writes anything."""
 
     finite: Tensor  # bool[], whether all gradients are finite
@@ -187,13 +187,13 @@ class Gradients(NamedTuple):
         return refilled(self.groups, self.divide(values, specs, self.scale))
 
 
-def look(
+def inspect_gradients(
     plan: MeasurePlan,
     gradients: Gradients,
     loss_nonfinite: Tensor,
     before: StepNumbers,
     due: Due | None,
-) -> Look:
+) -> Inspection:
     """Look at the gradients of a step: are they all finite, and how large are they?
 
     Args:
@@ -215,7 +215,7 @@ def look(
     finite, loss_finite = number == 0, loss_nonfinite == 0
     before = before.filled(read[: len(counters)])
     on_host = isinstance(finite, np.bool_)
-    seen = Look(finite, loss_finite, before, nonfinite, blamed, on_host=on_host)
+    seen = Inspection(finite, loss_finite, before, nonfinite, blamed, on_host=on_host)
     if plan.max_abs:
         largest = ops.max(plan.of_gradients(levels)[:, measure.MAX_ABS], initial=0)
         seen = seen._replace(max_abs=largest)
@@ -286,15 +286,15 @@ def _levels(plan: MeasurePlan, groups: Sequence[GradientGroup], target: str) -> 
 
 
 def take_sample(
-    plan: MeasurePlan, seen: Look, groups: Sequence[GradientGroup], weights: Sequence[Tensor]
-) -> Look:
+    plan: MeasurePlan, seen: Inspection, groups: Sequence[GradientGroup], weights: Sequence[Tensor]
+) -> Inspection:
     """`seen` with a sample of the scaled gradients and of the weights; zeros if it is not due.
 
     Of variables that are split over devices, each device has the sample of its own shards.
 
     Args:
         plan: the optimizer's plan.
-        seen: what `look` returned, including what is due.
+        seen: what `inspect_gradients` returned, including what is due.
         groups: the scaled gradients, from `plan.group_gradients`.
         weights: the value of each variable before the update.
     """

@@ -15,7 +15,7 @@ from kmp._backend.types import Tensor, Variable
 from kmp._common import whole_number
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, NONFINITE
-from kmp.health.plan import Due, Look, MeasurePlan
+from kmp.health.plan import Due, Inspection, MeasurePlan
 
 COLUMNS = (*LEVELS, "overflow_steps")  # of the last measured step; how many steps overflowed
 OVERFLOW_STEPS = len(LEVELS)
@@ -72,7 +72,7 @@ class Telemetry:
     def record(
         self,
         plan: MeasurePlan,
-        seen: Look,
+        seen: Inspection,
         step: Tensor,
         scale: Tensor,
         weights: Callable[[], Sequence[Tensor]],
@@ -83,7 +83,7 @@ class Telemetry:
 
         Args:
             plan: the optimizer's plan.
-            seen: from `kmp.health.plan.look`.
+            seen: from `kmp.health.plan.inspect_gradients`.
             step: int32[].
             scale: float32[].
             weights: returns the values of the variables after the update.
@@ -102,11 +102,11 @@ class Telemetry:
         sampling = ops.convert_to_tensor(self.sampling)
         self.sampling.assign(sampled(sampling, step, seen.due_levels, due_details))
 
-    def record_spike(self, seen: Look, spike: Tensor, limit: Tensor) -> Look:
+    def record_spike(self, seen: Inspection, spike: Tensor, limit: Tensor) -> Inspection:
         """Write down a step that is left out as a spike, and keep its levels out of `health`.
 
         Args:
-            seen: from `kmp.health.plan.look`, with levels.
+            seen: from `kmp.health.plan.inspect_gradients`, with levels.
             spike: bool[], whether the step is one.
             limit: float32[], the largest norm that would have been none.
 
@@ -135,7 +135,9 @@ class Telemetry:
         events = ops.convert_to_tensor(self.events)
         self.events.assign(ops.where(nonfinite, events * ops.convert_to_tensor(mark), events))
 
-    def _record_details(self, plan: MeasurePlan, seen: Look, weights: Sequence[Tensor]) -> None:
+    def _record_details(
+        self, plan: MeasurePlan, seen: Inspection, weights: Sequence[Tensor]
+    ) -> None:
         def measured(target: str, due: Any, before: Any, previous: Any, *weights: Any) -> list[Any]:
             def table() -> Tensor:
                 cuts, sharding = plan.cuts, plan.sharding

@@ -20,10 +20,10 @@ from kmp.health.measure import GradientGroup
 from kmp.health.plan import (
     Gradients,
     GradientSpec,
-    Look,
+    Inspection,
     MeasurePlan,
     StepNumbers,
-    look,
+    inspect_gradients,
     take_sample,
 )
 from kmp.health.spikes import SkipSpikes
@@ -128,7 +128,7 @@ class ScaledStep:
             gradients = Gradients(groups(true))
         due = self.telemetry.at_start() if self.telemetry else None
         loss_nonfinite = replicas.loss_nonfinite(counters.loss_nonfinite)
-        seen = look(plan, gradients, loss_nonfinite, before, due)
+        seen = inspect_gradients(plan, gradients, loss_nonfinite, before, due)
         if self.telemetry and measures_details and (not seen.on_host or seen.due_details):
             seen = take_sample(plan, seen, groups(scaled), self._weights())
         sound = seen.finite
@@ -167,7 +167,12 @@ class ScaledStep:
         return [GradientGroup(x, (i,), False, is_dense=dense[i]) for i, x in held]
 
     def _record(
-        self, plan: MeasurePlan, rule: LossScale, seen: Look, applied: Tensor, knows_loss: bool
+        self,
+        plan: MeasurePlan,
+        rule: LossScale,
+        seen: Inspection,
+        applied: Tensor,
+        knows_loss: bool,
     ) -> None:
         """Write the next scale, the counters and the measurements."""
         counters, (step, skips, before, _) = self.counters, seen.before
@@ -192,7 +197,7 @@ class ScaledStep:
         if not (seen.on_host and seen.loss_finite):
             counters.loss_nonfinite.assign(ops.zeros((), "float32"))
 
-    def _record_spike(self, rule: SkipSpikes, seen: Look, spike: Tensor) -> Look:
+    def _record_spike(self, rule: SkipSpikes, seen: Inspection, spike: Tensor) -> Inspection:
         """Write the rule's state and the event; return what else the step may write down.
 
         The levels of a spike are not written: what reads them takes them for those of training.

@@ -16,7 +16,7 @@ from test_summaries import read_values, tensorboard_server
 import kmp
 from kmp.callbacks.curves import dashboard
 from kmp.callbacks.curves.charts import LAYOUT
-from kmp.callbacks.curves.heat_map import History, Look, heat_map
+from kmp.callbacks.curves.heat_map import Column, History, heat_map
 from kmp.callbacks.verdict.states import Verdict
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Step"), pytest.mark.any_backend]
@@ -161,9 +161,9 @@ def test_the_heat_map_is_red_where_a_variable_overflowed(with_matplotlib, monkey
             return real(name, *args, **kwargs)
 
         monkeypatch.setattr(builtins, "__import__", refuse)
-    clean = Look(10, np.float32([1.0, 1e-3]), np.array([False, False]))
+    clean = Column(10, np.float32([1.0, 1e-3]), np.array([False, False]))
     for overflowed in (False, True):
-        look = Look(20, np.float32([1.0, 0.0]), np.array([False, overflowed]))
+        look = Column(20, np.float32([1.0, 0.0]), np.array([False, overflowed]))
         png, size = heat_map(("a/kernel", "a/bias"), [clean, look])
         image = Image.open(io.BytesIO(png))
         assert image.size == size and image.format == "PNG"
@@ -180,7 +180,7 @@ def test_the_heat_map_is_red_where_a_variable_overflowed(with_matplotlib, monkey
 def test_the_figure_has_room_for_all_variables(rows):
     pytest.importorskip("matplotlib")
     paths = [f"model/block/dense_{i}/kernel" for i in range(rows)]
-    looks = [Look(i, np.ones(rows, "float32"), np.zeros(rows, bool)) for i in range(2)]
+    looks = [Column(i, np.ones(rows, "float32"), np.zeros(rows, bool)) for i in range(2)]
     image = Image.open(io.BytesIO(heat_map(paths, looks)[0]))
     assert image.size[0] == 900 and 160 < image.size[1] <= 10_200
 
@@ -234,5 +234,5 @@ def test_the_callback_hands_the_heat_map_to_other_trackers():
 
 
 def test_a_heat_map_of_zeros_can_be_drawn():
-    png, size = heat_map(("a",), [Look(1, np.zeros(1, "float32"), np.zeros(1, bool))])
+    png, size = heat_map(("a",), [Column(1, np.zeros(1, "float32"), np.zeros(1, bool))])
     assert Image.open(io.BytesIO(png)).size == size

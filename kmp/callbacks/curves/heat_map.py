@@ -24,7 +24,7 @@ _TITLE = "Gradient norm of each variable"
 _COLOUR_BAR = "log10 of the l2 norm"
 
 
-class Look(NamedTuple):
+class Column(NamedTuple):
     """A column of the heat map.
 
     Attributes:
@@ -47,7 +47,7 @@ class History:
 
     Attributes:
         paths: the variables' paths.
-        looks: list of `Look`, the latest last.
+        looks: list of `Column`, the latest last.
 
     Example:
 
@@ -59,18 +59,18 @@ class History:
 
     def __init__(self, before: GradientReport | None = None):
         self.paths: tuple[str, ...] = ()
-        self.looks: list[Look] = []
+        self.looks: list[Column] = []
         self._overflows = before.matrix[:, OVERFLOW_STEPS].copy() if before else 0
 
     def add(self, report: GradientReport) -> None:
         """Keep what the heat map shows of a report."""
         overflows = report.matrix[:, OVERFLOW_STEPS]
-        look = Look(report.step, report.matrix[:, L2_NORM], overflows > self._overflows)
+        look = Column(report.step, report.matrix[:, L2_NORM], overflows > self._overflows)
         self.paths, self.looks = report.paths, [*self.looks, look][-_LOOKS:]
         self._overflows = overflows.copy()
 
 
-def heat_map(paths: Sequence[str], looks: Sequence[Look]) -> tuple[bytes, tuple[int, int]]:
+def heat_map(paths: Sequence[str], looks: Sequence[Column]) -> tuple[bytes, tuple[int, int]]:
     """Draw the norms of the variables (rows) over the looks (columns), red where one overflowed.
 
     A figure with axes, names and a colour bar where matplotlib is installed, which takes some 10 ms
@@ -85,7 +85,7 @@ def heat_map(paths: Sequence[str], looks: Sequence[Look]) -> tuple[bytes, tuple[
 
     Example:
 
-    >>> look = Look(100, np.ones(1, "float32"), np.zeros(1, bool))
+    >>> look = Column(100, np.ones(1, "float32"), np.zeros(1, bool))
     >>> png, (width, height) = heat_map(["dense/kernel"], [look])
     >>> png[1:4], width > height
     (b'PNG', True)
@@ -105,7 +105,7 @@ def heat_map(paths: Sequence[str], looks: Sequence[Look]) -> tuple[bytes, tuple[
     return file.getvalue(), (round(width), round(height))
 
 
-def picture(paths: Sequence[str], looks: Sequence[Look]) -> Any:
+def picture(paths: Sequence[str], looks: Sequence[Column]) -> Any:
     """The same as `PIL.Image.Image`."""
     check_installed(["PIL"], "The heat map")
     from PIL import Image
