@@ -12,7 +12,7 @@ from conftest import BACKEND
 
 import kmp
 from kmp.callbacks.verdict.detectors import detectors
-from kmp.models.hazards import HAZARDS
+from kmp.models.audit_rules import HAZARDS
 
 ROOT = pathlib.Path(kmp.__file__).parents[1]
 HERE = [row for row in ROWS if BACKEND in (row.backends or (BACKEND,))]
@@ -57,7 +57,7 @@ PLACES = (
     "callbacks/verdict/*.py",
     "callbacks/alarms.py",
     "callbacks/terminate_on_nan.py",
-    "models/hazards_of_*.py",
+    "models/audit_rules_of_*.py",
     "debug/causes.py",
 )
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import keras
 
 from kmp._keras import check_model
-from kmp.models.hazards import HAZARDS
+from kmp.models.audit_rules import HAZARDS
 from kmp.models.programs import Program
 
 

@@ -24,7 +24,6 @@ from kmp._keras import (
     symbolic_outputs,
     takes_training,
 )
-from kmp.models.heads import called_models, output_layers
 from kmp.models.indices import (
     INDICES,
     INSIDE,
@@ -35,11 +34,12 @@ from kmp.models.indices import (
     roundings,
 )
 from kmp.models.optimizers import Rebuilding, scale_losses
+from kmp.models.output_layers import called_models, output_layers
 from kmp.models.policies import remember_policies
 from kmp.models.programs import Program
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
+from kmp.models.retype import dtype_changes, float32_weights, retype
 from kmp.models.side_effects import ROUNDED_STATE, harmed_layers, told_of_models
-from kmp.models.weights import dtype_changes, float32_weights, retype
 from kmp.precision.policy import Policy, get_policy, on_weights, plain
 from kmp.precision.trees import HALF_DTYPES, half_dtype
 

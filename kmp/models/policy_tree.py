@@ -13,7 +13,7 @@ from keras.layers import InputLayer
 from kmp._keras import give_policies, parts_of
 from kmp._keras.building import after_build
 from kmp.int8.quantized import quantization_of, quantize_like
-from kmp.models.weights import dtype_changes, retype
+from kmp.models.retype import dtype_changes, retype
 from kmp.precision.policy import Policy, get_policy
 
 

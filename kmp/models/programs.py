@@ -18,7 +18,7 @@ from kmp._keras import (
 )
 from kmp._keras.calls import Call, SymbolicRecorder, recording
 from kmp._keras.effects import Effect, watching_effects
-from kmp.models.heads import called_models
+from kmp.models.output_layers import called_models
 from kmp.precision.temporary import under
 
 INPUT, WEIGHT = "input of the model", "weight"  # labels; a pair of call and role is one too

@@ -9,7 +9,7 @@ from oracle import BACKEND
 
 import kmp
 from kmp._keras import layers_of
-from kmp.models.hazards import HAZARDS
+from kmp.models.audit_rules import HAZARDS
 
 
 def test_a_sound_model_has_no_findings():

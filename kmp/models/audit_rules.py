@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from kmp.models import hazards_of_layers as layers
-from kmp.models import hazards_of_training as training
-from kmp.models.hazards_of_layers import Hazards
+from kmp.models import audit_rules_of_layers as layers
+from kmp.models import audit_rules_of_training as training
+from kmp.models.audit_rules_of_layers import Hazards
 from kmp.models.programs import Program
 
 

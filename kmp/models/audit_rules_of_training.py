@@ -16,10 +16,10 @@ from kmp._keras import compile_arguments, function_of, layers_of, path_of, symbo
 from kmp._keras.optimizer import is_loss_scale_optimizer, optimizers_of
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
-from kmp.models.hazards_of_layers import Hazards, package_of
-from kmp.models.heads import output_layers
+from kmp.models.audit_rules_of_layers import Hazards, package_of
 from kmp.models.indices import whole_numbers
 from kmp.models.optimizers import scales_the_loss
+from kmp.models.output_layers import output_layers
 from kmp.models.programs import Program
 from kmp.models.side_effects import CAST_LOSS, half_losses, loss_problem
 from kmp.precision.trees import HALF_DTYPES
