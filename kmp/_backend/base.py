@@ -99,6 +99,14 @@ class Backend(abc.ABC):
         """Return how variables with these layouts lie on devices; `UNSHARDED` if there is none."""
         return UNSHARDED
 
+    def placements(self, variables: Sequence[Variable]) -> Sequence[Any]:
+        """Return the layouts of variables that the user has split over devices by hand, on JAX.
+
+        Returns:
+            For `sharding`, one a variable; empty if none is split, or they are not on one mesh.
+        """
+        return []
+
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
         """Compile a function of tensors where each operation would be compiled by itself, on JAX.
 

@@ -62,7 +62,7 @@ def _declared(optimizer: Any) -> Mapping[str, str]:
 def groups_for(variable: Variable) -> Groups | None:
     """The groups of the slots of a weight; None if they are too small to be coded."""
     shape = tuple(map(int, variable.shape))
-    layouts = layouts_of([variable])
+    layouts = layouts_of([variable]) or backend.placements([variable])
     shard = backend.sharding(layouts).shard_shapes([shape])[0] if layouts else shape
     return groups_of(shape, shard, by_row=variable.name == "embeddings")
 

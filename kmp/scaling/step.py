@@ -266,13 +266,14 @@ def plan_for(
 ) -> MeasurePlan:
     """Plan what is measured of the gradients of the variables that `inner` updates."""
     dtypes = gradient_dtypes(inner, variables)
+    layouts = layouts_of(variables) or backend.placements(variables)
     return MeasurePlan(
         shapes=tuple(tuple(v.shape) for v in variables),
         specs=tuple(
             GradientSpec(dtype, getattr(v, "overwrite_with_gradient", False))
             for v, dtype in zip(variables, dtypes, strict=True)
         ),
-        sharding=backend.sharding(layouts_of(variables)),
+        sharding=backend.sharding(layouts),
         levels=measures,
         max_abs=max_abs,
         norm=norm,

@@ -3,9 +3,11 @@
 import math
 import re
 
+import jax
 import keras
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from keras import ops
 from oracle import compilations
 
@@ -15,6 +17,7 @@ from kmp.health.telemetry import COLUMNS
 
 pytestmark = [pytest.mark.only("jax"), pytest.mark.slow]
 
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
 BATCH, FEATURES, HIDDEN, UNITS = 16, 4, 8, 4
 # Rows of a batch: on eight devices each holds two, on a mesh of four rows each holds four.
 OVERFLOWS = {"none": [], "first": [0], "last": [BATCH - 1], "all": range(BATCH)}
@@ -495,3 +498,55 @@ def test_an_eager_step_of_split_variables_compiles_nothing_anew():
             optimizer.scale_loss(1.0)
             optimizer.apply(gradients)
     assert not heard
+
+
+# Arrays that the user lays on a mesh, of which `keras.distribution` knows nothing
+
+
+def compiled_by_hand(wrap):
+    """A step of a custom loop whose kernels lie on a mesh of the user's own, compiled."""
+    mesh = jax.make_mesh((4, 2), ("batch", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = [PartitionSpec(None, "model"), PartitionSpec("model", None)]
+    model = make_model(None)
+    for v, spec in zip(model.trainable_variables, specs, strict=True):
+        v.assign(jax.device_put(v.value, NamedSharding(mesh, spec)))
+    optimizer = wrap(keras.optimizers.SGD(float(BATCH), momentum=0.5))
+    optimizer.build(model.trainable_variables)
+    for slot, spec in zip(optimizer.variables[-2:], specs, strict=True):
+        slot.assign(jax.device_put(slot.value, NamedSharding(mesh, spec)))
+    for v in optimizer.variables[:-2]:
+        v.assign(jax.device_put(v.value, NamedSharding(mesh, PartitionSpec())))
+
+    def step(weights, state, x, y):
+        def loss_of(weights):
+            loss = ops.mean(linear_loss(y, model.stateless_call(weights, [], x)[0]))
+            return loss if wrap is plain else optimizer.stateless_scale_loss(state, loss)
+
+        return optimizer.stateless_apply(state, jax.grad(loss_of)(weights), weights)
+
+    weights = [v.value for v in model.trainable_variables]
+    state = [v.value for v in optimizer.variables]
+    data = NamedSharding(mesh, PartitionSpec("batch"))
+    x, y = (jax.device_put(integers(BATCH, n, seed=n), data) for n in (FEATURES, UNITS))
+    out = jax.tree.map(lambda x: x.sharding, (weights, state))
+    program = jax.jit(step, out_shardings=out).lower(weights, state, x, y).compile()
+    return program.as_text(), program(weights, state, x, y)[0]
+
+
+def plain(optimizer):
+    return optimizer
+
+
+def wrapped(optimizer):
+    return kmp.scaled(optimizer, kmp.DynamicLossScale(initial_scale=1024))
+
+
+def test_arrays_that_the_user_has_laid_on_a_mesh_are_measured_where_they_lie():
+    """Two all-reduces more than plain, as with `keras.distribution`, and no gather."""
+    (bare, expected), (text, received) = compiled_by_hand(plain), compiled_by_hand(wrapped)
+    for mine, theirs in zip(received, expected, strict=True):
+        np.testing.assert_array_equal(ops.convert_to_numpy(mine), ops.convert_to_numpy(theirs))
+    more = {x: len(re.findall(rf" {x}(-start)?\(", text)) for x in COLLECTIVES}
+    for name in COLLECTIVES:
+        more[name] -= len(re.findall(rf" {name}(-start)?\(", bare))
+    assert more == {**dict.fromkeys(COLLECTIVES, 0), "all-reduce": 2}

@@ -66,6 +66,12 @@ class JaxBackend(Backend):
     def sharding(self, layouts: Sequence[Any]) -> Sharding:
         return MeshSharding(layouts) if layouts else UNSHARDED
 
+    def placements(self, variables: Sequence[Variable]) -> Sequence[Any]:
+        layouts = [x.sharding for x in self.present_values(variables)]
+        meshes = {getattr(each, "mesh", None) for each in layouts}
+        is_split = not all(each.is_fully_replicated for each in layouts)
+        return layouts if is_split and len(meshes) == 1 and None not in meshes else []
+
     def compiled(self, function: Callable, static: Sequence[int] = ()) -> Callable:
         # JAX would compile each of its operations.
         return jax.jit(function, static_argnums=tuple(static))
