@@ -163,6 +163,9 @@ class TorchBackend(Backend):
         return super().branch(pred, then, otherwise)  # `read_numbers` has brought it to the host
 
     def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
+        # Another process may have another loss, and the note is of no use: all keep the same state.
+        if _with_other_processes():
+            return
         with torch.no_grad():
             variable.assign(variable.value.masked_fill(~is_finite(), 1.0))
 
