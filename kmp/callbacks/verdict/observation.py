@@ -225,13 +225,13 @@ class Observation:
 
     @functools.cached_property
     def update_ratio(self) -> float:
-        """The median log10(update norm / weight norm) of the matrices; NaN if unknown.
+        """The median log10(update norm / weight norm) of the matrices; NaN if none has moved.
 
         Over all variables if there are no matrices.
         """
         ratios = self.report.update_ratio
-        matrices = [x for p, x in ratios.items() if p in self.weights and self.weights[p].is_matrix]
-        chosen = matrices or list(ratios.values())
+        matrices = [p for p in self.report.paths if p in self.weights and self.weights[p].is_matrix]
+        chosen = [ratios[p] for p in matrices or self.report.paths if p in ratios]
         return float(np.median(chosen)) if chosen else math.nan
 
     @functools.cached_property
