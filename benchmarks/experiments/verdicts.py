@@ -346,18 +346,27 @@ class Runs:
 
     def train(self, model, program: Program, faulty: bool):
         """Losses on fresh data and weights, before and after each epoch; and what was said."""
-        seen = Seen(model is self.model, self.restart(program, faulty), self.group.update_freq)
+        weights = self.restart(program, faulty)
+        seen = Seen(model is self.model, weights, self.group.update_freq)
         factor = program.size if faulty and "rate" in program.fault else 1.0
         model.optimizer.learning_rate = self.rate * program.rate * factor
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            model.fit(
-                self.batches(program, faulty),
-                steps_per_epoch=self.group.steps,
-                epochs=program.epochs,
-                callbacks=[*filter(None, [seen.watch]), seen],
-                verbose=0,
-            )
+            try:
+                model.fit(
+                    self.batches(program, faulty),
+                    steps_per_epoch=self.group.steps,
+                    epochs=program.epochs,
+                    callbacks=[*filter(None, [seen.watch]), seen],
+                    verbose=0,
+                )
+            except Exception as error:
+                # On TensorFlow Keras's own optimizers divide the gradient of an embedding by slots,
+                # and raise once those hold NaN.
+                if model is self.model or "is not in [0," not in str(error):
+                    raise
+                while len(seen.weights) <= program.epochs:
+                    seen.weights.append([np.full_like(x, np.nan) for x in weights])
         losses = [self.evaluate(x) for x in seen.weights]
         return losses, seen.weights, seen.said, seen.skips
 
@@ -454,13 +463,15 @@ def harm(result) -> str:
     """What is wrong beyond doubt with a run, by its oracles; "" if nothing is.
 
     The oracle has learned something, and the run ended at less than two thirds of its way, or its
-    weights moved less than a quarter as far.
+    weights moved less than a quarter as far. By as much as the oracle's own loss rises from an
+    epoch to a later one, losses differ by chance.
     """
     mine, clean = result["losses"], result["clean"]
     way = clean[0] - clean[-1]
     if not (np.isfinite(clean[-1]) and way > 0.1 * clean[0]):
         return ""
-    if not mine[-1] <= clean[-1] + way / 3 + 0.05 * clean[0]:
+    chance = max(late - min(clean[1 : i + 1]) for i, late in enumerate(clean) if i)
+    if not mine[-1] <= clean[-1] + way / 3 + 0.05 * clean[0] + chance:
         return f"loss {mine[-1]:.3g}, the oracle's {clean[-1]:.3g}, {clean[0]:.3g} in the beginning"
     if not result["moved"][-1] >= result["moved_clean"][-1] / 4:
         return f"moved {result['moved'][-1]:.3g}, the oracle's {result['moved_clean'][-1]:.3g}"
@@ -476,7 +487,8 @@ def doubts(result) -> list[str]:
         least = clean[epoch] + max(way, 0) / 20 + 0.01 * abs(clean[0])
         if not mine[epoch] <= least:
             found.append("loss")
-        if not same[epoch] <= least:
+        fault = abs(same[epoch] - clean[epoch])  # which may lower a loss too
+        if not (same[epoch] <= least and fault <= least - clean[epoch]):
             found.append("loss in float32")
         if not clean[epoch] < 0.99 * clean[0]:
             found.append("the oracle learns nothing")
@@ -510,11 +522,12 @@ optimizer; where float32 shares the fault, once more without it. That run is the
 
 - *False HEALTHY*: all epochs were called HEALTHY or CALIBRATING, but the loss on fresh data
   ended at less than two thirds of the oracle's way, or the weights moved less than a quarter as
-  far.
+  far. By as much as the oracle's own loss rises from an epoch to a later one, losses differ by
+  chance: a loss has to be above that too.
 - *False alarm*: an epoch was called something else, and by the oracles nothing at all was wrong at
-  the end of any epoch. A loss by a twentieth of the way above the oracle's, weights 5% apart, a
-  way that differs by a fifth, 1% of skipped steps after the first epoch, and an oracle that learns
-  nothing, each count as wrong.
+  the end of any epoch. A loss by a twentieth of the way above the oracle's, or in float32 with the
+  fault so far from it, weights 5% apart, a way that differs by a fifth, 1% of skipped steps after
+  the first epoch, and an oracle that learns nothing, each count as wrong.
 
 ```bash
 KERAS_BACKEND=jax python benchmarks/experiments/verdicts.py run --programs 2000

@@ -26,9 +26,10 @@ class GradientHealth(Watcher):
     """Watches the gradients of a model that is compiled with `kmp.scaled`.
 
     At each `update_freq`-th training step, and at the end of each epoch, it reads what the
-    compiled step has measured, in one transfer, and the moving variances of BatchNormalization in
-    another. At an epoch's end it also checks all state for inf and NaN. In between nothing leaves
-    the device; overflows and skipped steps are counted inside the step, so none is missed.
+    compiled step has measured, in one transfer, the losses of the steps in another, and the moving
+    variances of BatchNormalization in a third. At an epoch's end it also checks all state for inf
+    and NaN. In between nothing leaves the device; overflows and skipped steps are counted inside
+    the step, so none is missed.
 
     It adds the first four of these keys to the logs of each epoch, and the others that `logs`
     names. History, the progress bar, CSVLogger and other callbacks see them, in any order in the
@@ -271,13 +272,13 @@ class GradientHealth(Watcher):
         self, report: GradientReport, losses: Mapping[str, Any] | None, batches: int
     ) -> Observation:
         optimizer, layers = self._optimizer, self._run.layers()
-        self._run.note_first_loss()
         return Observation(
             report,
             run=self._run,
             epoch_start=self._epoch_start,
             fit_start=self._fit_start,
             losses=losses,
+            new_losses=self._run.new_losses(),
             batches=batches,
             layers=layers,
             weights=self._run.weights(layers),

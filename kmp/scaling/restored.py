@@ -72,7 +72,7 @@ def _counts(*counters: Variable) -> list[int]:
 
 def _weights_with_new_slots(optimizer: Any) -> tuple[list[str], int]:
     """The paths of weights that were trained and whose slots are zero; how many have slots."""
-    slots = _slots_by_path(optimizer)
+    slots = slots_by_path(optimizer)
     values = backend.present_values([slot for each in slots.values() for slot in each])
     if not values:
         return [], len(slots)
@@ -86,7 +86,7 @@ def _weights_with_new_slots(optimizer: Any) -> tuple[list[str], int]:
     return [path for path in new if path in trained], len(slots)
 
 
-def _slots_by_path(optimizer: Any) -> dict[str, list[Variable]]:
+def slots_by_path(optimizer: Any) -> dict[str, list[Variable]]:
     """The slots of each weight that has some which begin at zero.
 
     Without accumulators, which are zero now and then, and masters, which never are.

@@ -25,6 +25,9 @@ class Told(Run):
     def moving_variances(self, layers):
         return []
 
+    def remembered_gradients(self):
+        return {}
+
 
 def look_at(report, learning_rate=math.nan, weight_decay=0.0, run=None, **kwargs):
     return Observation(report, run or Told(learning_rate, weight_decay), **kwargs)

@@ -41,6 +41,26 @@ def test_a_learning_rate_that_is_far_too_high(spe):
     assert "times as large as when fit began" in verdict.reason
 
 
+@pytest.mark.filterwarnings("ignore:Step")
+def test_a_cross_entropy_hardly_rises():
+    """Guesses of four classes, however sure, cost little more than those of the first batch."""
+    verdicts = []
+    for rate in (0.1, 0.003):
+        keras.utils.set_random_seed(0)
+        dense = [keras.layers.Dense(32, "tanh") for _ in range(3)]
+        model = keras.Sequential([keras.Input((8,)), *dense, keras.layers.Dense(4)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(kmp.scaled("adamw", learning_rate=rate), loss)
+        random = np.random.default_rng(0)
+        x, y = random.normal(size=(640, 8)).astype("float32"), random.integers(0, 4, 640)
+        watch = kmp.callbacks.GradientHealth()
+        past = model.fit(x, y, batch_size=16, epochs=3, verbose=0, callbacks=[watch]).history
+        verdicts.append(watch.verdict)
+    assert past["loss"][-1] < 1.5
+    assert [x.state for x in verdicts] == ["UNSTABLE", "HEALTHY"], list(map(str, verdicts))
+    assert "as when fit began, and a step changes the weights" in verdicts[0].reason
+
+
 def test_the_same_at_a_usual_one():
     verdict, losses = fit(0.05)
     assert verdict.state == "HEALTHY" and losses[1] < losses[0], str(verdict)
@@ -57,11 +77,14 @@ def test_outliers_that_the_first_batch_has_not(optimizer, rate):
     "loss, first, grown, share, step, state",
     [
         (1.6, 1.0, 4.0, 1e-3, 10, "UNSTABLE"),
+        (1.1, 1.0, 4.0, 0.02, 10, "UNSTABLE"),  # a loss that is bounded rises little
+        (1.1, 1.0, 4.0, 0.009, 99, "HEALTHY"),
         (1.4, 1.0, 4.0, 1e-3, 99, "HEALTHY"),  # about as high: the batches may differ
         (9.0, 1.0, 2.0, 1e-3, 99, "HEALTHY"),  # the weights have not grown
         (1.1, 1.0, 1.3, 0.05, 20, "UNSTABLE"),
         (1.1, 1.0, 1.3, 0.05, 19, "HEALTHY"),  # weights that began at zero may still be small
         (1.1, 1.0, 1.3, 0.02, 20, "HEALTHY"),
+        (1.1, 1.0, 1.7, 0.02, 99, "HEALTHY"),  # as momentum does in sound runs on small batches
         (1.9, 1.0, 0.9, 0.17, 20, "HEALTHY"),  # few rows in a batch, the first of which were easy
         (0.9, 1.0, 9.0, 0.50, 99, "HEALTHY"),
         (9.0, -1.0, 9.0, 0.50, 99, "HEALTHY"),  # such a loss has no zero to be compared with

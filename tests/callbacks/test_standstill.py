@@ -1,5 +1,7 @@
 """STALLED: runs whose weights do not move although there are gradients, and sound ones beside."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -10,9 +12,10 @@ from reports import look_at
 
 import kmp
 from kmp.callbacks import GradientHealth
+from kmp.callbacks.verdict.frozen_weights import FrozenWeights
 from kmp.callbacks.verdict.observation import Weight
 from kmp.callbacks.verdict.zero_gradients import ZeroGradients
-from kmp.health.details import WEIGHT_NORM
+from kmp.health.details import UNMOVED_SHARE, WEIGHT_NORM
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without"), pytest.mark.slow]
 
@@ -65,6 +68,17 @@ def test_a_learning_rate_of_nothing_in_bfloat16(memory):
     assert found.state == "STALLED" and "the learning rate is 0" in found.reason
 
 
+@pytest.mark.parametrize("memory", [{}, {"rounding": "nearest"}], ids=str)
+def test_a_learning_rate_next_to_nothing_in_bfloat16(memory):
+    """Three looks are enough, though most numbers seldom move. No precision cures such a rate."""
+    optimizer = kmp.scaled("adam", "none", learning_rate=1e-11, **memory)
+    watch = watched_run(optimizer, "bfloat16", update_freq=60)
+    assert watch.report.step == STEPS
+    assert watch.verdict.state == "STALLED" and "the learning rate is 1e-11" in watch.verdict.reason
+    assert "Raise it" in watch.verdict.advice
+    assert math.isnan(watch._ratio)  # the kernels stand still; biases of zero say nothing of them
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_schedule_that_ends_at_zero(window):
     """Keras gives a schedule the number of micro-batches: 100 are 25 windows of 4."""
@@ -115,6 +129,20 @@ def test_steps_that_were_skipped_before_a_look_hide_nothing(rate):
     assert watch.report.skipped_steps
     assert watch.verdict.state == "STALLED", str(watch.verdict)
     assert f"the learning rate is {rate:g}" in watch.verdict.reason
+
+
+@pytest.mark.parametrize("skips", [0, 13])
+def test_weights_that_skipped_steps_hold_back(skips):
+    """Other detectors tell of those; clipping is not what to look at."""
+    detector, before = FrozenWeights(), None
+    for i in (1, 2, 3):
+        details = np.zeros((1, 50), "float32")
+        details[:, [WEIGHT_NORM, UNMOVED_SHARE]] = 1.0
+        matrix = np.float32([[1, 1, 0, 0, 0]])
+        report = kmp.GradientReport(("w",), matrix, 1.0, 20 * i, skips * i, 0, details=details)
+        look = look_at(report, 0.003, weights={"w": Weight("w")}, window=2, epoch_start=before)
+        found, before = detector.see(look), report
+    assert ("clipnorm" in found.advice) if not skips else found is None
 
 
 @pytest.mark.parametrize("rate, state", [(0.0, "STALLED"), (1e-9, "HEALTHY")])

@@ -3,6 +3,7 @@
 from kmp.callbacks.verdict.corrupted_state import NonfiniteState, RuinedVariance
 from kmp.callbacks.verdict.detector import Detector
 from kmp.callbacks.verdict.frozen_weights import FrozenWeights
+from kmp.callbacks.verdict.huge_batch import HugeBatch
 from kmp.callbacks.verdict.large_steps import ExplodingGradients, LargeUpdates
 from kmp.callbacks.verdict.nonfinite import ForwardNaN, NonfiniteWeights
 from kmp.callbacks.verdict.not_training import NoSteps, NothingToTrain, UnscaledLoss
@@ -42,6 +43,7 @@ def detectors() -> list[Detector]:
         ZeroGradients(),
         BrokenGradients(),
         SpikeBudget(),
+        HugeBatch(),
         RisenLoss(),
         Calibrating(),
         OverflowRate(),

@@ -104,8 +104,9 @@ def _is_still(path: str, look: Observation, before: GradientReport | None) -> bo
         return False
     if look.window == 1 and not weight.moves_rarely:
         return True
-    # Most micro-batches, or most numbers, do not move: the norm must be the same as well.
-    return (before.weight_norm if before else {}).get(path) == look.report.weight_norm[path]
+    # Most micro-batches, or most numbers, do not move: the norm must be the same as well, once one
+    # is known to compare it with.
+    return before is None or before.weight_norm.get(path) == look.report.weight_norm[path]
 
 
 def _cause(look: Observation, still: _Still) -> tuple[str, str] | None:
@@ -118,8 +119,11 @@ def _cause(look: Observation, still: _Still) -> tuple[str, str] | None:
             f"{look.skips} of the last {look.steps} steps were skipped",
             f"{LOCATE}, or a loss scale if one can hold it. {OTHER_MICRO_BATCHES}",
         )
+    norms, weight_norms = look.report.column("l2_norm"), look.report.weight_norm
+    felt = all(rate * norms[path] > _FELT * weight_norms[path] for path in still.paths)
     dtypes = {look.weights[path].dtype for path in still.paths}
-    if half := dtypes & {"bfloat16", "float16"}:
+    half = dtypes & {"bfloat16", "float16"}
+    if half and (felt or rate >= _SMALL_RATE):
         dtype = half.pop()
         return (
             f"they are stored in {dtype}, where the optimizer's updates round to nothing",
@@ -128,8 +132,7 @@ def _cause(look: Observation, still: _Still) -> tuple[str, str] | None:
         )
     if rate < _SMALL_RATE:
         return f"the learning rate is {rate:.2g}", "Raise it: float32 rounds such updates away."
-    norms, weight_norms = look.report.column("l2_norm"), look.report.weight_norm
-    if all(rate * norms[path] > _FELT * weight_norms[path] for path in still.paths):
+    if felt and not look.skips:  # else the skipped steps do, of which other detectors tell
         return (
             f"at a learning rate of {rate:.2g} their gradients would move them",
             "Look at what holds them back: clipnorm, global_clipnorm, clipvalue, a constraint, or "

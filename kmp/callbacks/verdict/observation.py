@@ -22,6 +22,7 @@ from kmp.callbacks.loss_tracker import RECENT, read_losses
 from kmp.callbacks.verdict.states import Limits
 from kmp.health.report import GradientReport, OverflowEvent, SpikeEvent
 from kmp.precision.trees import is_float
+from kmp.scaling.restored import slots_by_path
 from kmp.scaling.rules import DynamicLossScale, dynamic
 
 _COMPARED = 8  # matrices whose growth is known: one small program, whatever the model's size
@@ -79,12 +80,15 @@ class Run:
         self._counted = read_losses(model)[0]
         self._networks = networks_of(model)
 
-    def note_first_loss(self) -> None:
-        """Read the loss of the first batch, which the compiled steps keep for a while."""
+    def new_losses(self) -> list[float]:
+        """Read the losses since the last call, or the latest 128 of them, in one transfer."""
+        counted, recent = read_losses(self.model)
+        new, self._counted = counted - self._counted, counted
+        known = min(new, len(recent))
+        losses = recent[np.arange(counted - known, counted) % RECENT].tolist()
         if self.first_loss is None:
-            counted, recent = read_losses(self.model)
-            is_kept = 0 < counted - self._counted <= len(recent)
-            self.first_loss = float(recent[self._counted % RECENT]) if is_kept else math.nan
+            self.first_loss = losses[0] if 0 < new == known else math.nan
+        return losses
 
     def layers(self) -> list[keras.Layer]:
         """All layers of the model."""
@@ -129,6 +133,14 @@ class Run:
         """The largest moving variance of each batch normalization."""
         return moving_variances(self.model, layers)
 
+    def remembered_gradients(self) -> dict[str, float]:
+        """By path of a weight, the l2 norm of the gradients that its slots hold; of some, or none.
+
+        It is that of the momentum, or, if that is larger, the root of the sum of the squares in the
+        velocity, as Keras calls both. SGD's momentum has the learning rate in it.
+        """
+        return remembered_gradients(self.model, self.optimizer)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Observation:
@@ -141,6 +153,7 @@ class Observation:
         fit_start: the report at the beginning of this `fit`; None if the optimizer was new.
         losses: at the end of an epoch its losses, in training and, if there is one, in validation;
             None within an epoch.
+        new_losses: of the steps since the look before that were not skipped, or the latest 128.
         batches: at the end of an epoch, how many batches it had, or fewer; 0 within one.
         layers: all layers of the model.
         weights: the trainable variables by their paths.
@@ -155,6 +168,7 @@ class Observation:
     epoch_start: GradientReport | None = None
     fit_start: GradientReport | None = None
     losses: Mapping[str, float] | None = None
+    new_losses: Sequence[float] = ()
     batches: int = 0
     layers: Sequence[keras.Layer] = ()
     weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
@@ -225,13 +239,13 @@ class Observation:
 
     @functools.cached_property
     def update_ratio(self) -> float:
-        """The median log10(update norm / weight norm) of the matrices; NaN if unknown.
+        """The median log10(update norm / weight norm) of the matrices; NaN if none has moved.
 
         Over all variables if there are no matrices.
         """
         ratios = self.report.update_ratio
-        matrices = [x for p, x in ratios.items() if p in self.weights and self.weights[p].is_matrix]
-        chosen = matrices or list(ratios.values())
+        matrices = [p for p in self.report.paths if p in self.weights and self.weights[p].is_matrix]
+        chosen = [ratios[p] for p in matrices or self.report.paths if p in ratios]
         return float(np.median(chosen)) if chosen else math.nan
 
     @functools.cached_property
@@ -332,6 +346,33 @@ def nonfinite_state(model: Any, layers: Sequence[keras.Layer], optimizer: Any) -
         Corrupted(v.path, f"{v.path.split('/')[-1]} holds inf or NaN", of_layer=layer is not None)
         for v, layer in lost
     ]
+
+
+def remembered_gradients(model: Any, optimizer: Any) -> dict[str, float]:
+    """See `Run.remembered_gradients`."""
+    slots = [
+        (path, slot)
+        for path, each in slots_by_path(optimizer).items()
+        for slot in each
+        if slot.name.endswith(("_momentum", "_velocity")) and _has_floats(slot)
+    ]
+    if not slots:
+        return {}
+    values = backend.read(model, [slot for _, slot in slots])
+    norms, roots = ops.convert_to_numpy(_norms_and_roots(values)).tolist()
+    found: dict[str, float] = {}
+    for (path, slot), norm, root in zip(slots, norms, roots, strict=True):
+        size = norm if slot.name.endswith("_momentum") else root
+        found[path] = max(found.get(path, 0.0), size)
+    return found
+
+
+@backend.compiled
+def _norms_and_roots(values: Sequence[Tensor]) -> Tensor:
+    """float32[2, n]: of each tensor the l2 norm, and the root of the sum of its sizes."""
+    sizes = [ops.abs(ops.cast(x, "float32")) for x in values]
+    norms = [ops.sqrt(ops.sum(ops.square(x))) for x in sizes]
+    return ops.stack([ops.stack(norms), ops.stack([ops.sqrt(ops.sum(x)) for x in sizes])])
 
 
 def matrix_norms(model: Any) -> dict[str, float]:

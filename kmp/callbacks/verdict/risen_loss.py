@@ -10,7 +10,8 @@ from kmp.callbacks.verdict.states import Verdict
 
 _RISEN = 1.5  # times the loss of the first batch
 _GROWN = 3.0  # times the norms with which the weights began
-_FAR = 0.03  # share of the weights that a step changes, 30 times the usual one
+_BRISK = 0.01  # share of the weights that a step changes, 10 times the usual one
+_FAR = 0.03  # 30 times
 _LARGER = 1.2  # times the first norms, where steps are that large; in sound runs they shrink
 _STEPS = 20  # in which weights that began at zero outgrow updates
 
@@ -19,7 +20,8 @@ class RisenLoss(Detector):
     """UNSTABLE: an epoch's loss is above that of the first batch, and the weights show why.
 
     The loss alone proves nothing: rare labels and outliers may be missing in the first batch. The
-    weights must have grown much, or some if each step moves them far.
+    weights must have grown much, and the loss too unless steps are large; or they have grown
+    somewhat, and each step moves them very far.
     """
 
     def see(self, look: Observation) -> Verdict | None:
@@ -28,13 +30,15 @@ class RisenLoss(Detector):
             return None
         growth, share = look.growth, 10**look.update_ratio
         grown = float(np.median(list(growth.values()))) if growth else 0.0
-        if loss > _RISEN * first and grown > _GROWN:
+        step = f"a step changes the weights by {share:.2g} of their norm; 0.001 is usual"
+        if grown > _GROWN and (loss > _RISEN * first or share > _BRISK):
             blame = max(growth, key=lambda path: growth[path])
             seen = f"the weights are {grown:.2g} times as large as when fit began"
+            seen += "" if loss > _RISEN * first else f", and {step}"
         elif look.report.step >= _STEPS and grown > _LARGER and share > _FAR:
             ratios = look.report.update_ratio
             blame = max(ratios, key=lambda path: ratios[path])
-            seen = f"a step changes the weights by {share:.2g} of their norm; 0.001 is usual"
+            seen = step
         else:
             return None
         return Verdict(

@@ -1,0 +1,135 @@
+"""The detector of one huge batch that has done harm.
+
+Its loss and its gradients are finite, so its step is applied. It may throw the weights far away,
+and optimizers remember its gradient for thousands of steps.
+"""
+
+import collections
+import math
+import statistics
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kmp.callbacks.verdict.detector import Detector
+from kmp.callbacks.verdict.observation import Observation
+from kmp.callbacks.verdict.states import Verdict
+
+# Times the largest loss of the batches before. That is 10 times the gradient where the loss is a
+# square, which `kmp.SkipSpikes` takes for a spike too.
+_HUGE = 100.0
+_BEFORE = 5  # losses that have to be known before a huge one
+_SINCE = 20  # after it: a momentum of 0.9 has then forgotten it
+_LATELY = 50  # losses that are compared
+_RISEN = 1.5  # times the median before
+_DEVIATIONS = 3.0  # by which more losses are higher than chance has it
+_REMEMBERED = 30.0  # times the gradients since: by so much Adam's steps are smaller
+_FORGOTTEN = 1000  # steps, in which Adam's second moment falls to a third
+_AS_HUGE = 0.1  # share of the huge loss: batches above are of its kind. If all are, it is not one
+_LIMIT_KNOWN = 16  # steps after which `kmp.SkipSpikes` can tell a spike
+
+
+class _Batch(NamedTuple):
+    """A batch with a huge loss."""
+
+    step: int
+    loss: float
+    times: float  # the largest loss before
+
+
+class HugeBatch(Detector):
+    """UNSTABLE: one batch had a huge loss, and its step has done harm.
+
+    The losses since are higher than before it, by their medians, to which further rare batches are
+    nothing, and by their ranks. Or the optimizer's slots still hold its gradient: Lion goes on in
+    its direction, and Adam divides by its size. If all losses are about as high from then on, it
+    was not one batch: the data have changed, or training diverges.
+    """
+
+    def __init__(self):
+        self.begin_fit()
+
+    def begin_fit(self) -> None:
+        self._forget(())
+
+    def _forget(self, before: Iterable[float]) -> None:
+        """Begin anew after these losses."""
+        self._before: collections.deque[float] = collections.deque(before, maxlen=_LATELY)
+        self._since: collections.deque[float] = collections.deque(maxlen=_LATELY)
+        self._batch: _Batch | None = None
+        self._norms: dict[str, float] = {}  # the largest of the gradients at looks since, by path
+
+    def see(self, look: Observation) -> Verdict | None:
+        for i, loss in enumerate(look.new_losses, start=1):
+            self._take(loss, look.report.step - len(look.new_losses) + i)
+        if self._batch is None or len(self._since) < _SINCE:
+            return None
+        for path, norm in look.report.column("l2_norm").items():
+            self._norms[path] = max(norm, self._norms.get(path, 0.0))
+        harm = self._risen() or self._remembered(look)
+        if harm is None:
+            if look.report.step - self._batch.step > _FORGOTTEN:
+                self._forget(self._since.copy())
+            return None
+        batch, (reason, advice) = self._batch, harm
+        return Verdict(
+            "UNSTABLE",
+            "",
+            f"the loss of step {batch.step} was {batch.loss:.3g}, {batch.times:.2g} times the "
+            f"largest of those before it, and {reason}",
+            f"{advice}egin again{_prevention(look, batch)}. kmp.debug.explain_spike(model, x, y, "
+            "(other_x, other_y)) tells what is unusual about that batch.",
+        )
+
+    def _risen(self) -> tuple[str, str] | None:
+        """What is seen if the losses have risen, and how the advice begins."""
+        before, since = statistics.median(self._before), statistics.median(self._since)
+        if since <= _RISEN * before or deviations(self._before, self._since) < _DEVIATIONS:
+            return None
+        latest = f"the median of the latest {len(self._since)}"
+        return f"{latest} is {since:.3g}, {before:.3g} before", "B"
+
+    def _remembered(self, look: Observation) -> tuple[str, str] | None:
+        """The same if the optimizer's slots hold far larger gradients than came since."""
+        if not look.is_epoch_end:
+            return None
+        slots = look.run.remembered_gradients()
+        times = [slots[x] / norm for x, norm in self._norms.items() if norm and x in slots]
+        if not times or not statistics.median(times) > _REMEMBERED:
+            return None
+        return (
+            f"the optimizer's slots still hold gradients {statistics.median(times):.2g} times as "
+            "large as those since",
+            "Compile the model with a new optimizer, or b",
+        )
+
+    def _take(self, loss: float, step: int) -> None:
+        """Take in the loss of a step, whose number is a guess where steps were skipped."""
+        if not 0 < loss < math.inf:
+            return  # other detectors tell of it, or it has no zero to be compared with
+        if self._batch:
+            if loss < _AS_HUGE * self._batch.loss:
+                self._since.append(loss)
+        elif len(self._before) >= _BEFORE and loss > _HUGE * max(self._before):
+            self._batch = _Batch(step, loss, loss / max(self._before))
+        else:
+            self._before.append(loss)
+
+
+def deviations(before: collections.deque[float], since: collections.deque[float]) -> float:
+    """By how many standard deviations of chance the ranks of `since` are above those of `before`.
+
+    Source: the statistic of Mann and Whitney 1947, by its mean and its variance.
+    """
+    n, m = len(before), len(since)
+    above = sum((y > x) + 0.5 * (y == x) for x in before for y in since)
+    return (above - n * m / 2) / math.sqrt(n * m * (n + m + 1) / 12)
+
+
+def _prevention(look: Observation, batch: _Batch) -> str:
+    """How to begin again so that the batch does no harm."""
+    if batch.step <= _LIMIT_KNOWN or look.report.skipped_spikes is not None:
+        return " without that batch, or with global_clipnorm=1.0"
+    return (
+        ', or from a checkpoint from before, with kmp.scaled(..., spikes="skip"), which leaves '
+        "such a step out"
+    )

@@ -1,0 +1,214 @@
+"""One batch with a huge, finite loss, after which training is worse than before it."""
+
+import keras
+import numpy as np
+import pytest
+from linear_runs import SPE
+from reports import Told, look_at
+
+import kmp
+from kmp.callbacks.verdict.huge_batch import HugeBatch, deviations
+from kmp.callbacks.verdict.observation import Run
+
+HUGE = 1e8  # times the weight of a sample
+
+
+def fit(at=40, batch_weight=HUGE, spe=1, epochs=1, drop=False, scaled=(), **inner):
+    """Epochs of 80 steps of Adam; the verdict and the losses of the epochs.
+
+    Args:
+        at: the step, from 0, whose samples weigh more.
+        drop: whether that batch is left out.
+        scaled: arguments of `kmp.scaled`.
+    """
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(640, 8)).astype("float32")
+    y, weights = np.tanh(x.sum(axis=1, keepdims=True)), np.ones(640, "float32")
+    weights[8 * at : 8 * at + 8] = batch_weight
+    if drop:
+        x, y, weights = (np.delete(part, np.s_[8 * at : 8 * at + 8], 0) for part in (x, y, weights))
+    model = keras.Sequential([keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
+    adam = keras.optimizers.AdamW(0.03, **inner)
+    model.compile(kmp.scaled(adam, **dict(scaled)), "mse", steps_per_execution=spe)
+    watch = kmp.callbacks.GradientHealth()
+    past = model.fit(
+        x,
+        y,
+        sample_weight=weights,
+        batch_size=8,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[watch],
+    ).history
+    return watch.verdict, past["loss"][-1]
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+@pytest.mark.parametrize("spe", SPE)
+def test_a_batch_that_throws_the_weights_away(spe):
+    """It is finite, and its step applied; Adam divides by it from then on."""
+    verdict, _ = fit(spe=spe)
+    assert verdict.state == "UNSTABLE", str(verdict)
+    assert verdict.reason.startswith("the loss of step 41 was ") and "median" in verdict.reason
+    assert fit(batch_weight=1.0)[0].state == "HEALTHY"
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+def test_its_advice_helps():
+    """With `spikes="skip"` the run is the one without that batch."""
+    verdict, _ = fit()
+    assert 'spikes="skip"' in verdict.advice and "explain_spike" in verdict.advice
+    cured, loss = fit(scaled={"spikes": "skip"})
+    assert cured.state == "HEALTHY" and "step 41" in cured.reason
+    without, expected = fit(drop=True)
+    assert without.state == "HEALTHY" and loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+def test_its_advice_helps_early_in_the_run():
+    """`spikes="skip"` knows no limit before the 17th step."""
+    verdict, _ = fit(at=10)
+    assert verdict.state == "UNSTABLE" and "spikes" not in verdict.advice, str(verdict)
+    assert "without that batch, or with global_clipnorm=1.0" in verdict.advice
+    assert fit(at=10, scaled={"spikes": "skip"})[0].state == "UNSTABLE"
+    assert fit(at=10, global_clipnorm=1.0)[0].state == "HEALTHY"
+    assert fit(at=10, drop=True)[0].state == "HEALTHY"
+
+
+@pytest.mark.filterwarnings("ignore:Step")
+@pytest.mark.parametrize("name", ["lion", "adam", "rmsprop", "sgd"])
+def test_an_optimizer_that_remembers_the_batch(name):
+    """Lion goes on in its direction, the next two divide by its size. Clipped, SGD forgets it."""
+    optimizer = keras.optimizers.get(name)
+    if name == "sgd":
+        optimizer = keras.optimizers.SGD(momentum=0.9, global_clipnorm=1.0)
+    model = model_with_an_epoch(optimizer)
+    slots = Run(model, model.optimizer).remembered_gradients()
+    assert sorted(x.split("/")[-1] for x in slots) == ["bias", "bias", "kernel", "kernel"]
+    assert (min(slots.values()) > 1e3) == (name != "sgd"), slots
+
+
+def model_with_an_epoch(optimizer):
+    """A model after an epoch of 40 steps, the 11th of which had huge weights."""
+    x = np.random.default_rng(0).normal(size=(320, 8)).astype("float32")
+    y, weights = np.tanh(x.sum(axis=1, keepdims=True)), np.ones(320, "float32")
+    weights[80:88] = HUGE
+    model = keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    model.compile(kmp.scaled(optimizer), "mse")
+    model.fit(x, y, sample_weight=weights, batch_size=8, shuffle=False, verbose=0)
+    return model
+
+
+def test_the_size_of_what_slots_hold():
+    """By hand: the norm of the momentum, or the root of the velocity's sum if that is larger."""
+    model = model_with_an_epoch("adam")
+    inner = model.optimizer.inner_optimizer
+    for slot in inner.variables:
+        if "kernel_momentum" in slot.name:
+            slot.assign(np.full(slot.shape, 3.0))
+        elif "kernel_velocity" in slot.name:
+            slot.assign(np.full(slot.shape, 16.0 if "dense_1" not in slot.name else 4.0))
+    slots = Run(model, model.optimizer).remembered_gradients()
+    first, second = (layer.kernel for layer in model.layers)
+    assert slots[first.path] == pytest.approx(4 * 32**0.5)
+    assert slots[second.path] == pytest.approx(3 * 4**0.5)
+
+
+LEVEL = [1.0, 1.1, 0.9, 1.2, 0.8] * 10
+
+
+def verdict_on(*looks, skipped_spikes=None):
+    """The last verdict of the detector on looks that have seen these losses."""
+    detector, step, found = HugeBatch(), 0, None
+    for losses in looks:
+        step += len(losses)
+        report = kmp.GradientReport(
+            ("w",), np.ones((1, 5), "float32"), 1.0, step, 0, 0, skipped_spikes=skipped_spikes
+        )
+        found = detector.see(look_at(report, new_losses=losses))
+    return found
+
+
+@pytest.mark.parametrize(
+    "case, looks, speaks",
+    [
+        ("it throws the weights away", ([*LEVEL, 121.0], [2.0] * 20), True),
+        ("in one look", ([*LEVEL, 121.0, *[2.0] * 20],), True),
+        ("99 times the largest", ([*LEVEL, 119.0], [2.0] * 20), False),
+        ("too few since", ([*LEVEL, 121.0], [2.0] * 19), False),
+        ("no harm", ([*LEVEL, 121.0], LEVEL), False),
+        ("1.4 times as high", ([*LEVEL, 121.0], [x * 1.4 for x in LEVEL]), False),
+        ("four losses before", (LEVEL[:4], [121.0], [2.0] * 20), False),
+        ("five, below most of those since", (LEVEL[:5], [121.0], [2.0] * 20), True),
+        ("five, as wild as those since", ([1.0, 1.0, 1.0, 9.0, 9.0, 1e4, *[8.0] * 20],), False),
+        ("a new level", ([*LEVEL, 121.0], [50.0] * 60), False),
+        ("rare huge batches", ([*LEVEL, 121.0], [*LEVEL[:30], *[130.0] * 9]), False),
+        ("a loss below zero", ([-1.0] * 50, [121.0], [2.0] * 20), False),
+        ("inf", ([*LEVEL, np.inf], [2.0] * 20), False),
+        ("it recovers", ([*LEVEL, 121.0], [2.0] * 50, LEVEL), False),
+        ("long ago", ([*LEVEL, 121.0], *[LEVEL] * 21, [2.0] * 50), False),
+        ("not so long ago", ([*LEVEL, 121.0], *[LEVEL] * 20, [2.0] * 50), True),
+    ],
+)
+def test_where_it_turns(case, looks, speaks):
+    assert bool(verdict_on(*looks)) == speaks, case
+
+
+def test_what_it_says():
+    verdict = verdict_on([*LEVEL, 121.0], [2.0] * 20)
+    assert verdict.reason == (
+        "the loss of step 51 was 121, 1e+02 times the largest of those before it, and the median "
+        "of the latest 20 is 2, 1 before"
+    )
+    skips = verdict_on([*LEVEL, 121.0], [2.0] * 20, skipped_spikes=0)
+    assert "spikes" in verdict.advice and "spikes" not in skips.advice  # which has not seen it
+
+
+class Remembers(Told):
+    """A run whose optimizer holds gradients of this norm."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def remembered_gradients(self):
+        return {"w": self.norm}
+
+
+@pytest.mark.parametrize(
+    "case, held, losses, at_end, speaks",
+    [
+        ("31 times those since", 31.0, [*LEVEL, 121.0, *LEVEL], True, True),
+        ("29 times", 29.0, [*LEVEL, 121.0, *LEVEL], True, False),
+        ("within an epoch", 31.0, [*LEVEL, 121.0, *LEVEL], False, False),
+        ("no huge batch", 31.0, LEVEL, True, False),
+        ("too few since", 31.0, [*LEVEL, 121.0, *LEVEL[:19]], True, False),
+    ],
+)
+def test_what_slots_remember(case, held, losses, at_end, speaks):
+    """The gradient's norm is 1."""
+    report = kmp.GradientReport(("w",), np.ones((1, 5), "float32"), 1.0, len(losses), 0, 0)
+    look = look_at(
+        report, run=Remembers(held), new_losses=losses, losses={"loss": 1.0} if at_end else None
+    )
+    found = HugeBatch().see(look)
+    assert bool(found) == speaks, case
+    if found:
+        assert "still hold gradients 31 times as large as those since" in found.reason
+        assert found.advice.startswith("Compile the model with a new optimizer, or begin again, or")
+
+
+def test_another_fit_begins_anew():
+    detector = HugeBatch()
+    report = kmp.GradientReport(("w",), np.ones((1, 5), "float32"), 1.0, 90, 0, 0)
+    assert detector.see(look_at(report, new_losses=[*LEVEL, 121.0, *[2.0] * 30]))
+    detector.begin_fit()
+    assert not detector.see(look_at(report, new_losses=[2.0] * 30))
+
+
+@pytest.mark.any_backend
+def test_deviations_of_ranks():
+    """By hand: 6 of 6 pairs, 3 expected; the variance is 2 * 3 * 6 / 12."""
+    assert deviations([1.0, 2.0], [3.0, 4.0, 5.0]) == pytest.approx(3 / 3**0.5)
+    assert deviations([1.0, 2.0], [1.0, 2.0]) == 0
