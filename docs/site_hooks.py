@@ -24,6 +24,8 @@ MOVED = {
     "LICENSE": "license.md",
     "examples/README.md": "examples/index.md",
 }
+# Pages that the search puts first, as those in messages/: they answer who has seen something.
+CURES = ("recompute.md", "several_devices.md")
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")
 
 
@@ -93,8 +95,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links to files of the repository at their pages."""
     uri = page.file.src_uri
-    if uri.startswith("messages/"):
-        page.meta["search"] = {"boost": 2}  # who searches has seen something
+    if uri.startswith("messages/") or uri in CURES:
+        page.meta["search"] = {"boost": 2}
     elif uri == "license.md":
         page.meta["search"] = {"exclude": True}
     path = {uri: path for path, uri in MOVED.items()}.get(uri, f"docs/{uri}")

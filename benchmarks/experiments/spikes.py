@@ -2,12 +2,13 @@
 
     python benchmarks/experiments/spikes.py
 
-runs the first three parts below, each in a process of its own, and writes docs/lab/spikes.md. What
-is done is kept in build/spikes.jsonl, so that a run that was stopped goes on.
+runs the first three parts below, each in a process of its own, and writes docs/lab/spikes.md, where
+a part that has not been run stays as it stands. What is done is kept in build/spikes.jsonl, so that
+a run that was stopped goes on.
 
     KERAS_BACKEND=jax python benchmarks/experiments/spikes.py sound     120 runs without a bad batch
     KERAS_BACKEND=jax python benchmarks/experiments/spikes.py planted   240 runs with one bad batch
-    KERAS_BACKEND=... python benchmarks/experiments/spikes.py fit       `fit` with callbacks
+    KERAS_BACKEND=... python benchmarks/experiments/spikes.py fit       90 batches in `fit`, 7 rules
     python benchmarks/experiments/spikes.py programs   the models of compat/; needs `.[programs]`
 
 The runs of the first two parts are loops in one compiled program, the seeds side by side. None of
@@ -19,10 +20,9 @@ import functools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
-import sysconfig
-from typing import NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -32,191 +32,16 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from keras import layers
+import spikes_in_fit
+from spike_rules import WITH_RIVALS, olmo, zclip
+from spike_tasks import FAULTS, HARMED, OPTIMIZERS, TASKS, rare_labels, spoil
 
 import kmp
 
 SEEDS = 3
 SOUND_STEPS, PLANTED_STEPS = 3_000, 1_200
-OPTIMIZERS = {
-    "SGD, momentum": lambda rate: keras.optimizers.SGD(10 * rate, momentum=0.9),
-    "Adam": keras.optimizers.Adam,
-    "AdamW": lambda rate: keras.optimizers.AdamW(rate, weight_decay=0.01),
-    "Lion": lambda rate: keras.optimizers.Lion(rate / 5),
-    "Muon": lambda rate: keras.optimizers.Muon(rate),
-}
-CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 KEPT = pathlib.Path("build/spikes.jsonl")
 PAGE = pathlib.Path("docs/lab/spikes.md")
-
-
-def teacher(random, rows):
-    """Classes of a random network, with a tenth of the labels wrong."""
-    x = random.normal(size=(rows, 20)).astype("float32")
-    hidden = np.tanh(x @ np.random.default_rng(1).normal(size=(20, 30)))
-    y = (hidden @ np.random.default_rng(2).normal(size=(30, 5))).argmax(axis=1)
-    wrong = random.random(rows) < 0.1
-    return x, np.where(wrong, random.integers(0, 5, rows), y)
-
-
-def bars(random, rows):
-    """Pictures of horizontal and vertical bars in noise."""
-    x = random.normal(size=(rows, 12, 12, 1)).astype("float32")
-    y = random.integers(0, 4, rows)
-    for i, label in enumerate(y):
-        place = random.integers(0, 12)
-        where = (place, slice(None)) if label % 2 else (slice(None), place)
-        x[i][where] += 3.0 if label < 2 else -3.0
-    return x, y
-
-
-def text(random, rows):
-    """Letters of modules of Python's own library, to predict the next one."""
-    folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    code = "".join((folder / f"{name}.py").read_text() for name in ("argparse", "typing", "ast"))
-    letters = np.frombuffer(code.encode("ascii", "replace"), "uint8") % 128
-    starts = random.integers(0, len(letters) - 33, rows)
-    windows = letters[starts[:, None] + np.arange(33)]
-    return windows[:, :32].astype("int32"), windows[:, 1:].astype("int32")
-
-
-def rare_words(random, rows):
-    """Ids after Zipf's law: most rows of an embedding are met a few times only."""
-    ids = np.minimum(random.zipf(1.2, size=(rows, 6)), 2_000) - 1
-    return ids.astype("int32"), ((ids % 7).sum(axis=1) // 6).clip(0, 2)
-
-
-def heavy_tails(random, rows):
-    """Targets with noise of Student's t with 3 degrees of freedom."""
-    x = random.normal(size=(rows, 10)).astype("float32")
-    return x, (np.sin(x[:, :1]) + x[:, 1:2] + random.standard_t(3, size=(rows, 1))).astype(
-        "float32"
-    )
-
-
-def rare_labels(random, rows):
-    """One row in 800 is positive."""
-    y = (random.random(rows) < 1 / 800).astype("int32")
-    x = random.normal(size=(rows, 10)).astype("float32")
-    x[:, :3] += 1.5 * y[:, None]
-    return x, y
-
-
-def walks(random, rows):
-    """Random walks whose steps grow in bursts, to predict the next step."""
-    scale = np.exp(np.cumsum(random.normal(0, 0.3, size=(rows, 17)), axis=1))
-    steps = (scale * random.normal(size=(rows, 17))).astype("float32")
-    return np.cumsum(steps[:, :16], axis=1)[..., None] / 10, steps[:, 16:] / 10
-
-
-def constant_rows(random, rows):
-    """To reconstruct sparse rows, one in five of which is empty."""
-    x = random.normal(size=(rows, 30)) * (random.random((rows, 30)) < 0.1)
-    x[random.random(rows) < 0.2] = 0
-    return x.astype("float32"), x.astype("float32")
-
-
-def dense(units, outputs):
-    """Two hidden layers and an output."""
-    return [layers.Dense(units, "relu"), layers.Dense(units, "relu"), layers.Dense(outputs)]
-
-
-# Data, layers, loss, learning rate of Adam, batch.
-TASKS = {
-    "teacher and student": (teacher, lambda: dense(64, 5), CROSS_ENTROPY, 1e-3, 32),
-    "pictures, BatchNormalization": (
-        bars,
-        lambda: [
-            layers.Conv2D(8, 3, activation="relu"),
-            layers.BatchNormalization(),
-            layers.Conv2D(16, 3, strides=2, activation="relu"),
-            layers.BatchNormalization(),
-            layers.Flatten(),
-            layers.Dense(4),
-        ],
-        CROSS_ENTROPY,
-        1e-3,
-        32,
-    ),
-    "text, GRU": (
-        text,
-        lambda: [
-            layers.Embedding(128, 32),
-            layers.GRU(48, return_sequences=True),
-            layers.Dense(128),
-        ],
-        CROSS_ENTROPY,
-        2e-3,
-        16,
-    ),
-    "rare words": (
-        rare_words,
-        lambda: [layers.Embedding(2_000, 16), layers.Flatten(), *dense(32, 3)],
-        CROSS_ENTROPY,
-        2e-3,
-        32,
-    ),
-    "heavy tails": (heavy_tails, lambda: dense(32, 1), keras.losses.MeanSquaredError(), 1e-3, 32),
-    "rare labels": (rare_labels, lambda: dense(32, 2), CROSS_ENTROPY, 1e-3, 64),
-    "walks, LSTM": (
-        walks,
-        lambda: [layers.LSTM(24), layers.Dense(1)],
-        keras.losses.MeanSquaredError(),
-        1e-3,
-        32,
-    ),
-    "sparse rows": (constant_rows, lambda: dense(32, 30), keras.losses.MeanSquaredError(), 1e-3, 8),
-}
-
-
-class Peer(NamedTuple):
-    """A rule of the field: the factor of a step's gradients, 0 to leave it out."""
-
-    init: object  # () -> state
-    next: object  # (state, norm, loss, step) -> (state, factor)
-
-
-def olmo(length=128, sigmas=6):
-    """OLMo-core's `SkipStepOptimizer`: the last 128 losses and norms, mean and 6 deviations."""
-
-    def deviates(history, known, value):
-        mean = jnp.sum(jnp.where(known, history, 0)) / known.sum()
-        squares = jnp.where(known, (history - mean) ** 2, 0)
-        return value - mean > sigmas * jnp.sqrt(jnp.sum(squares) / (known.sum() - 1))
-
-    def following(state, norm, loss, step):
-        known = jnp.arange(length) < step
-        acts = [deviates(h, known, x) for h, x in zip(state, (norm, loss), strict=True)]
-        skips = (acts[0] | acts[1]) & (step + 1 >= length // 2)
-        state = [h.at[step % length].set(x) for h, x in zip(state, (norm, loss), strict=True)]
-        return state, 1.0 - skips
-
-    return Peer(lambda: [jnp.zeros(length), jnp.zeros(length)], following)
-
-
-def zclip(alpha=0.97, threshold=2.5, warmup=25):
-    """ZClip (Kumar et al. 2025): clips to fewer deviations the further a norm is away."""
-
-    def following(state, norm, loss, step):
-        first, mean, variance = state
-        first = jnp.where(step < warmup, first.at[step % warmup].set(norm), first)
-        mean = jnp.where(step == warmup, first.mean(), mean)
-        variance = jnp.where(step == warmup, first.var(), variance)
-        deviation = jnp.sqrt(variance)
-        score = (norm - mean) / (deviation + 1e-6)
-        clips = (score > threshold) & (step >= warmup) & (deviation > 1e-6)
-        limit = mean + threshold * deviation * threshold / jnp.where(clips, score, threshold)
-        seen = jnp.where(clips, limit, norm)
-        new_mean = alpha * mean + (1 - alpha) * seen
-        new_variance = alpha * variance + (1 - alpha) * (seen - new_mean) ** 2
-        state = (
-            first,
-            jnp.where(step >= warmup, new_mean, mean),
-            jnp.where(step >= warmup, new_variance, variance),
-        )
-        return state, jnp.where(clips, limit / norm, 1.0)
-
-    return Peer(lambda: (jnp.zeros(warmup), jnp.zeros(()), jnp.zeros(())), following)
 
 
 RULES = {
@@ -226,9 +51,6 @@ RULES = {
     "ZClip": ({}, zclip()),
     'spikes="skip"': ({"spikes": "skip"}, None),
 }
-
-# The optimizers that the rules of others are tried with; nothing, and kmp's, with all.
-WITH_RIVALS = ("SGD, momentum", "Adam")
 
 
 def compared(optimizer):
@@ -354,8 +176,6 @@ def sound():
                 )
 
 
-# Of a batch: inputs in another unit with wrong labels, and targets in another unit.
-FAULTS = (1e2, 1e4, 1e8)
 PLANTED = ("teacher and student", "heavy tails", "sparse rows", "walks, LSTM")
 PLANTED_AT = (60, 600)
 
@@ -375,10 +195,7 @@ def planted():
                 for at in PLANTED_AT:
                     x, y = runs.batches(seeds)
                     for i, (_, size) in enumerate(cases):
-                        if y.dtype.kind == "f":
-                            y[i, at] *= size
-                        else:
-                            x[i, at], y[i, at] = x[i, at] * size, np.roll(y[i, at], 1)
+                        x[i, at], y[i, at] = spoil(x[i, at], y[i, at], size)
                     found, acted = runs(seeds, x, y, at if rule == "never seen" else -1)
                     quality += found
                     caught += acted[:, at].tolist()
@@ -391,42 +208,9 @@ def planted():
                 )
 
 
-FIT_STEPS, FIT_BAD = 400, 150
-FIT_TASKS = ("teacher and student", "pictures, BatchNormalization")
-FIT_RULES = ("never seen", "nothing", "DivergenceGuard", 'spikes="skip"')
-
-
 def fit():
     """The same in `fit`, with callbacks, on the backend of this process."""
-    for task in FIT_TASKS:
-        data, make_layers, loss, rate, batch = TASKS[task]
-        x, y = data(np.random.default_rng(3), FIT_STEPS * batch)
-        fresh = data(np.random.default_rng(7), 2_000)
-        bad = slice(FIT_BAD * batch, (FIT_BAD + 1) * batch)
-        for optimizer in OPTIMIZERS:
-            for rule in FIT_RULES:
-                names = ("fit", keras.backend.backend(), task, optimizer, rule)
-                if is_kept(*names):
-                    continue
-                bad_x, bad_y = x.copy(), y.copy()
-                bad_x[bad], bad_y[bad] = x[bad] * 1e4, np.roll(y[bad], 1)
-                if rule == "never seen":
-                    bad_x, bad_y = np.delete(x, bad, axis=0), np.delete(y, bad, axis=0)
-                keras.utils.set_random_seed(0)
-                model = keras.Sequential([keras.Input(x.shape[1:]), *make_layers()])
-                inner = OPTIMIZERS[optimizer](rate)
-                spikes = "skip" if "spikes" in rule else None
-                model.compile(kmp.scaled(inner, "none", spikes=spikes), loss)
-                callbacks = [kmp.callbacks.GradientHealth(verbose=0)]
-                if rule == "DivergenceGuard":
-                    callbacks.append(kmp.callbacks.DivergenceGuard("rollback"))
-                model.fit(bad_x, bad_y, batch, 1, 0, callbacks, shuffle=False)
-                report = model.optimizer.gradient_report()
-                keep(
-                    names,
-                    quality=[float(model.evaluate(*fresh, verbose=0))],
-                    caught=[bool(report.skipped_spikes or report.held_statistics)],
-                )
+    spikes_in_fit.fit(is_kept, keep)
 
 
 PROGRAMS = (
@@ -485,21 +269,22 @@ def keep(names, **result):
 
 
 KNOWN = ("OLMo-core", "ZClip", 'spikes="skip"')  # the rules that tell what they act on
-HARMED = 1.25  # times the loss of the run that never saw the batch
 
 
 def page():
-    """The page, of what has been run."""
-    results = kept()
-    parts = (_sound_part, _programs_part, _planted_part, _fit_part)
-    lines = [__doc_of_page__, *(line for part in parts for line in part(results))]
-    PAGE.write_text("\n".join(lines) + "\n")
+    """Write the page, of what has been run. A part that has not been run stays as it stands."""
+    present = PAGE.read_text() if PAGE.exists() else ""
+    written = dict(re.findall(r"^(##+ .+?)$\n+(.+?)(?=^##|\Z)", present, re.MULTILINE | re.DOTALL))
+    text = [__doc_of_page__.rstrip()]
+    for part, (heading, lines) in SECTIONS.items():
+        results = {names[1:]: found for names, found in kept().items() if names[0] == part}
+        body = "\n".join(lines(results)) if results else written.get(heading, "Not run.")
+        text += [heading, body.strip()]
+    PAGE.write_text("\n\n".join(text) + "\n")
 
 
-def _sound_part(results):
-    runs = {names[1:]: found for names, found in results.items() if names[0] == "sound"}
+def _sound_part(runs):
     tasks = list(dict.fromkeys(names[:2] for names in runs))
-    yield "## Sound runs\n"
     yield (
         f"{len(TASKS)} tasks, {len(OPTIMIZERS)} optimizers (the rules of others with "
         f"{' or '.join(WITH_RIVALS)} only), {SEEDS} seeds, {SOUND_STEPS:,} steps each. Whatever "
@@ -546,22 +331,20 @@ def _sound_part(results):
         )
 
 
-def _programs_part(results):
-    runs = {names[1:]: found for names, found in results.items() if names[0] == "programs"}
+def _programs_part(runs):
     acted = sum(sum(found["acted"]) for found in runs.values())
     where = {name: None for (name, _), found in runs.items() if sum(found["acted"])}
     named = ", ".join(dict.fromkeys(name for name, _ in runs))
     steps = PROGRAM_EPOCHS * PROGRAM_BATCHES
     yield (
-        f"\nOther people's models ({named}; most are of keras-hub and keras-rs), with Adam, learn "
+        f"Other people's models ({named}; most are of keras-hub and keras-rs), with Adam, learn "
         f"{PROGRAM_BATCHES} batches of noise by heart in {steps} steps, {SEEDS} seeds "
         f"each: {acted} of {len(runs) * steps:,} steps were left out"
         f"{', in ' + ', '.join(where) if where else ''}."
     )
 
 
-def _planted_part(results):
-    runs = {names[1:]: found for names, found in results.items() if names[0] == "planted"}
+def _planted_part(runs):
     tasks = list(dict.fromkeys(names[:2] for names in runs))
     harmful, ratios = {}, {}
     for names in tasks:
@@ -572,7 +355,6 @@ def _planted_part(results):
                 ratios[*names, rule] = np.where(np.isfinite(ratio), ratio, np.inf)
         harmful[names] = ratios[*names, "nothing"] > HARMED
     total = sum(each.sum() for each in harmful.values())
-    yield "\n## One bad batch\n"
     yield (
         f"{sum(map(len, harmful.values()))} runs of {PLANTED_STEPS:,} steps, each with one bad "
         f"batch, at step {' or '.join(map(str, PLANTED_AT))}: its inputs (with wrong labels) or "
@@ -600,31 +382,12 @@ def _planted_part(results):
         )
 
 
-def _fit_part(results):
-    runs = {names[1:]: found for names, found in results.items() if names[0] == "fit"}
-    backends = list(dict.fromkeys(names[0] for names in runs))
-    yield "\n## In `fit`, with callbacks\n"
-    yield (
-        f"One epoch of {FIT_STEPS} steps on {', '.join(backends)}, with `kmp.callbacks."
-        f"GradientHealth`; the inputs of batch {FIT_BAD} are multiplied by 1e4, its labels wrong. "
-        "Loss on fresh data over that of the run that never saw the batch.\n"
-    )
-    yield "| task | rule | runs | harmed | median | largest | acted on |"
-    yield "|---|---|--:|--:|--:|--:|--:|"
-    for task in FIT_TASKS:
-        for rule in FIT_RULES[1:]:
-            ratios, caught = [], 0
-            for (backend, name, optimizer, used), found in runs.items():
-                if name == task and used == rule:
-                    (mine,) = found["quality"]
-                    (never,) = runs[backend, name, optimizer, "never seen"]["quality"]
-                    ratios.append(mine / never if np.isfinite(mine) else np.inf)
-                    caught += found["caught"][0]
-            harmed = sum(r > HARMED for r in ratios)
-            cells = f"{np.median(ratios):.3g} | {max(ratios):.3g}"
-            acted = caught if "spikes" in rule else "-"
-            yield f"| {task} | {rule} | {len(ratios)} | {harmed} | {cells} | {acted} |"
-
+SECTIONS = {
+    "sound": ("## Sound runs", _sound_part),
+    "programs": ("### Other people's models", _programs_part),
+    "planted": ("## One bad batch", _planted_part),
+    "fit": ("## One bad batch in `fit`", spikes_in_fit.section),
+}
 
 __doc_of_page__ = """# Leaving out spikes: what it catches, and what it leaves alone
 

@@ -284,7 +284,8 @@ class GradientReport:
         if len(chosen) < len(self.paths):
             lines.append(f"and {len(self.paths) - len(chosen)} more")
         if self.overflowed:
-            lines.append(f"Look first at: {', '.join(self.worst())}")
+            # A fact, and no advice: while the loss scale is found, variables of any model overflow.
+            lines.append(f"Overflowed most often: {', '.join(list(self.overflowed)[:3])}")
         if self.held_statistics:
             lines.append(f"Steps so far whose batch statistics were held: {self.held_statistics}")
         if self.spikes:

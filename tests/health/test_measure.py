@@ -277,7 +277,7 @@ def test_printing_says_what_matters():
     )
     assert lines[2].split() == ["dense/kernel", "5", "4", "50.0%", "2", "7"]
     assert lines[3].split() == ["dense/bias", "0", "0", "100.0%", "0", "0"]
-    assert lines[4] == "Look first at: dense/kernel, dense/bias"
+    assert lines[4] == "Overflowed most often: dense/kernel"
     assert len({len(line) for line in lines[1:4]}) == 1
 
 
@@ -292,7 +292,7 @@ def test_a_summary_has_the_variables_to_look_at_first():
 
 
 def test_printing_without_overflows_blames_nobody():
-    assert "Look first" not in str(report([row(1)]))
+    assert "Overflowed" not in str(report([row(1)]))
 
 
 def test_a_report_of_nothing():
