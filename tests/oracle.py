@@ -61,10 +61,11 @@ def loss_scales(
     initial_scale=2.0**15,
     growth_factor=2.0,
     backoff_factor=0.5,
-    growth_interval=2000,
     min_scale=2.0**-48,
     max_scale=2.0**24,
     hysteresis=1,
+    *,
+    growth_interval,
 ):
     """The loss scale after each step, in the words of the documentation and in float32."""
     scale, good, bad = np.float32(initial_scale), 0, 0

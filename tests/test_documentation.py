@@ -17,6 +17,7 @@ import kmp
 import kmp.__main__
 import kmp.models
 from kmp.callbacks.verdict.states import STATES
+from kmp.cli.commands import COMMANDS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {
@@ -197,10 +198,12 @@ def test_the_reference_has_everything_public_once():
     assert all(inspect.getdoc(value_of(dotted)) for dotted in listed)
 
 
-@pytest.mark.parametrize("command", ["bench", "certify"])
-def test_the_reference_has_each_option(command):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_reference_has_each_command_and_its_options(command):
     page = PAGES["docs/reference/command_line.md"]
-    section = re.search(rf"^## kmp {command}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
+    assert f"\n| `kmp {command}` |" in page
+    found = re.search(rf"^## kmp {command}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    section = found[1] if found else ""  # a command without options needs none
     options = set(re.findall(r"^ +(?:-h, )?(--[\w-]+)", printed_help(command), re.MULTILINE))
     assert set(re.findall(r"`(--[\w-]+)`", section)) == options - {"--help"}
 

@@ -258,7 +258,8 @@ PRIVATE = {
         _maybe_autocast _use_weight_decay
     """,
 }
-# What a later release no longer has, by that release.
+# What a later release no longer has, by that release. Each name stands in one of the two tables:
+# after a rename the new one above, by the release that brought it, and the old one here.
 GONE = {"3.12.0": "_record_training_state_sharding_spec"}
 # Of TensorFlow, of PyTorch, and of kmp itself.
 NOT_OF_KERAS = {

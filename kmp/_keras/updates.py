@@ -1,4 +1,8 @@
-"""Keras's optimizers, given views in the place of variables in half precision."""
+"""Keras's optimizers, given views in the place of variables in half precision.
+
+Where all weights and slots are float32, an optimizer takes its own path: `_backend_update_step`,
+called by `update` in `_backend/base.py`.
+"""
 
 import contextlib
 import functools

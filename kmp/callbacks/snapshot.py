@@ -135,7 +135,7 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
     scale = _scale_of(optimizer)
     if scale is not None and rule is not None:
         # Not from what it is now: the steps that diverged may have taken it to its floor, and it
-        # takes 2000 finite steps for each doubling.
+        # takes a `growth_interval` of finite steps for each doubling.
         now, floor = as_number(scale), min(loss_scale, rule.min_scale)
         then = max(loss_scale * rule.backoff_factor, floor)
         scale.assign(then)

@@ -92,6 +92,7 @@ def run_certify(arguments: argparse.Namespace) -> int:
     return 0 if equivalent else 1
 
 
+# By the names in `options.py`, which knows none of these functions: it imports no Keras.
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": run_doctor,
     "formats": run_formats,

@@ -14,8 +14,9 @@ from kmp.debug.replay import Batch, Loss, backward, forward
 from kmp.debug.stats import as_float64, floats
 from kmp.precision.float_formats import formats
 from kmp.precision.trees import HALF_DTYPES
+from kmp.scaling.rules import DynamicLossScale
 
-LARGEST_SCALE = 2.0**24  # the ceiling of kmp.DynamicLossScale
+LARGEST_SCALE = DynamicLossScale.max_scale  # by default
 
 
 @dataclasses.dataclass(frozen=True)

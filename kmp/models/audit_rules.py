@@ -1,4 +1,8 @@
-"""The dangers that `kmp.audit` looks for, by kind, in the order in which it lists them."""
+"""The dangers that `kmp.audit` looks for, by kind, in the order in which it lists them.
+
+Each has a rule, a function of a `Program`, or, within `_of_model`, of the model alone. It yields
+the path, the problem and the advice of each finding.
+"""
 
 from collections.abc import Callable
 from typing import Any

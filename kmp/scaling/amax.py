@@ -37,7 +37,8 @@ class AmaxLossScale(DynamicLossScale):
     """A loss scale that keeps the largest gradient a chosen number of bits below overflow.
 
     `DynamicLossScale` finds its scale by overflowing, one skipped step for each factor of two, and
-    raises it every 2000 steps. This one reads the largest gradient, which the step has measured:
+    raises it every `growth_interval` steps. This one reads the largest gradient, which the step has
+    measured. With the defaults in place:
 
     ```
     finite:    scale = largest power of two with  max_abs * scale * 2**headroom_bits <= 65504
@@ -49,7 +50,8 @@ class AmaxLossScale(DynamicLossScale):
     within one step. The headroom allows for larger gradients in the next batch, and for gradients
     of activations, which are not measured. If it was too small, a step overflows, and the lower
     scale stays for a while. If all gradients are zero, they may have underflowed: the scale doubles
-    at each step up to 2048, where a gradient of 1 still has its headroom, then every 2000 steps.
+    at each step up to 2048, where a gradient of 1 still has its headroom, then every
+    `growth_interval` steps.
 
     Args:
         initial_scale: float in [`min_scale`, `max_scale`], the scale of the first step.

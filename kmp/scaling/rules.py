@@ -70,8 +70,11 @@ class LossScale(Protocol):
 class _Rule:
     """What the strategies share: counting, multiplying, dividing, and their own serialisation.
 
+    `init` and `next` are a strategy's own. A `next` with a state other than `ScaleState` does its
+    counting too: `AmaxLossScale` is the example.
+
     Attributes:
-        is_fixed: whether the scale never moves.
+        is_fixed: whether the scale never moves. One that does says False, for the verdict's advice.
     """
 
     is_fixed: ClassVar[bool] = True

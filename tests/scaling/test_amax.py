@@ -22,7 +22,7 @@ def follow(rule, steps, mode="eager"):
 
 
 def expected_scales(
-    steps, headroom_bits=4, interval=2000, backoff=1 / 16, floor=2.0**-48, ceiling=2.0**24
+    steps, headroom_bits, interval, backoff=1 / 16, floor=2.0**-48, ceiling=2.0**24
 ):
     scale, wait, zeros, scales = 1.0, 0, 0, []
     enough = 2.0 ** (11 + 4 - headroom_bits)  # for a gradient of 1

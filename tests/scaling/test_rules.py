@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 import re
 
 import keras
@@ -175,7 +176,7 @@ def test_lowered_growth_interval_still_grows(mode):
 
 
 def test_below_1_the_scale_grows_after_200_steps():
-    rule = kmp.DynamicLossScale(initial_scale=0.25)
+    rule = kmp.DynamicLossScale(initial_scale=0.25, growth_interval=2000)
     state = kmp.ScaleState(*map(np.array, map(ops.convert_to_numpy, rule.init())))
     found = []
     for _ in range(2 * 200 + 2000):
@@ -183,6 +184,21 @@ def test_below_1_the_scale_grows_after_200_steps():
         found.append(float(state.scale))
     assert [found.index(x) + 1 for x in (0.5, 1.0, 2.0)] == [200, 400, 2400]
     assert np.diff(found).astype(bool).sum() == 3
+
+
+@pytest.mark.any_backend
+def test_the_default_growth_interval_is_what_the_texts_say():
+    """Whoever changes the default changes these sentences."""
+    told = {
+        "kmp/scaling/rules.py": ("after {} finite steps in a row",),
+        "kmp/scaling/amax.py": ("stays for {} finite steps", "doubles every {} steps"),
+        "kmp/callbacks/verdict/states.py": ("from a share of 1 / {} on",),
+        "docs/guide.md": ("after {} finite steps", "about one in {}"),
+    }
+    root, interval = pathlib.Path(kmp.__file__).parents[1], kmp.DynamicLossScale.growth_interval
+    wanted = {(name, x.format(interval)) for name, sentences in told.items() for x in sentences}
+    texts = {name: " ".join((root / name).read_text("utf-8").split()) for name in told}
+    assert {(name, x) for name, x in wanted if x not in texts[name]} == set()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+# By page and title: the tags that a chart shows. Each tag has its words in `DESCRIPTIONS`.
 LAYOUT: dict[str, dict[str, Any]] = {
     "Mixed precision": {
         "loss scale, log2": ["mixed_precision/loss_scale_log2$"],

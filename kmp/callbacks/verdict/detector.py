@@ -7,7 +7,12 @@ from kmp.callbacks.verdict.states import Verdict
 
 
 class Detector(abc.ABC):
-    """One cause of a verdict: what it remembers, when it speaks, and its words."""
+    """One cause of a verdict: what it remembers, when it speaks, and its words.
+
+    A detector lives as long as the callback watches the same run, over several calls of `fit`. One
+    that is to begin anew with each of them remembers `look.fit_start`, and asks whether a look has
+    another, as `FrozenWeights` does.
+    """
 
     @abc.abstractmethod
     def see(self, look: Observation) -> Verdict | None:

@@ -8,13 +8,14 @@ from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
 from kmp.health.telemetry import FIRST_STEPS, NUM_EVENTS
-from kmp.scaling.rules import NoOpLossScale
+from kmp.scaling.rules import DynamicLossScale, NoOpLossScale
 
 _IN_A_ROW = 20  # overflows: from 2**15, the scale has sunk below 1
 _NOTHING_APPLIED = 30  # steps of an epoch that was skipped as a whole
 _WINDOW = 200  # steps that the rate of overflows is taken over
 _OFTEN = 5  # overflows of which a few are nothing
-_LEAST_RATE = 1 / 2000  # overflows a step: what the growth of the scale costs by itself
+# Overflows a step: what the growth of the scale costs by itself, by default.
+_LEAST_RATE = 1 / DynamicLossScale.growth_interval
 
 _GROWING = "If the gradients grow from step to step, lower the learning rate. Otherwise: "
 LOCATE = "kmp.debug.locate_nonfinite(model, x, y) on such a batch names the layer"
