@@ -203,8 +203,7 @@ def test_another_fit_begins_anew():
     detector = HugeBatch()
     report = kmp.GradientReport(("w",), np.ones((1, 5), "float32"), 1.0, 90, 0, 0)
     assert detector.see(look_at(report, new_losses=[*LEVEL, 121.0, *[2.0] * 30]))
-    detector.begin_fit()
-    assert not detector.see(look_at(report, new_losses=[2.0] * 30))
+    assert not detector.see(look_at(report, fit_start=report, new_losses=[2.0] * 30))
 
 
 @pytest.mark.any_backend

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kmp.callbacks.verdict.detector import Detector
 from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Verdict
+from kmp.health.report import GradientReport
 
 # Times the largest loss of the batches before. That is 10 times the gradient where the loss is a
 # square, which `kmp.SkipSpikes` takes for a spike too.
@@ -46,9 +47,7 @@ class HugeBatch(Detector):
     """
 
     def __init__(self):
-        self.begin_fit()
-
-    def begin_fit(self) -> None:
+        self._fit_start: GradientReport | None = None
         self._forget(())
 
     def _forget(self, before: Iterable[float]) -> None:
@@ -59,6 +58,9 @@ class HugeBatch(Detector):
         self._norms: dict[str, float] = {}  # the largest of the gradients at looks since, by path
 
     def see(self, look: Observation) -> Verdict | None:
+        if look.fit_start is not self._fit_start:
+            self._fit_start = look.fit_start
+            self._forget(())
         for i, loss in enumerate(look.new_losses, start=1):
             self._take(loss, look.report.step - len(look.new_losses) + i)
         if self._batch is None or len(self._since) < _SINCE:
