@@ -12,7 +12,7 @@ from conftest import BACKEND
 
 import kmp
 from kmp.callbacks.verdict.detectors import detectors
-from kmp.models.audit_rules import HAZARDS
+from kmp.models.audit_rules import AUDIT_RULES
 
 ROOT = pathlib.Path(kmp.__file__).parents[1]
 HERE = [row for row in ROWS if BACKEND in (row.backends or (BACKEND,))]
@@ -44,7 +44,7 @@ def test_who_follows_the_advice_gets_well(row):
 def test_every_detector_and_every_finding_has_a_row():
     told = {row.of for row in ROWS}
     assert {type(each).__name__ for each in detectors()} <= told
-    assert {AUDIT + kind for kind in HAZARDS} <= told
+    assert {AUDIT + kind for kind in AUDIT_RULES} <= told
 
 
 # Verbs with which a sentence of advice begins, or its second half.

@@ -1,6 +1,6 @@
-"""The dangers that `kmp.audit` looks for, by kind, in the order in which it lists them.
+"""The rules of `kmp.audit` by the kind of what they find, in the order in which it lists them.
 
-Each has a rule, a function of a `Program`, or, within `_of_model`, of the model alone. It yields
+A rule is a function of a `Program`, or, within `_of_model`, of the model alone. It yields
 the path, the problem and the advice of each finding.
 """
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from kmp.models import audit_rules_of_layers as layers
 from kmp.models import audit_rules_of_training as training
-from kmp.models.audit_rules_of_layers import Hazards
+from kmp.models.audit_rules_of_layers import Findings
 from kmp.models.programs import Program
 
 
-def _of_model(look: Callable[[Any], Hazards]) -> Callable[[Program], Hazards]:
-    """A danger that shows in the model, without what it computes."""
+def _of_model(look: Callable[[Any], Findings]) -> Callable[[Program], Findings]:
+    """A rule that looks at the model alone, not at what it computes."""
     return lambda program: look(program.model)
 
 
-HAZARDS: dict[str, Callable[[Program], Hazards]] = {
+AUDIT_RULES: dict[str, Callable[[Program], Findings]] = {
     "unscaled float16": _of_model(training.unscaled_float16),
     "float16 on a TPU": _of_model(training.float16_on_a_tpu),
     "half weights": _of_model(training.half_weights),

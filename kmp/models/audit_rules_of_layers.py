@@ -26,7 +26,7 @@ from kmp.precision.float_formats import formats
 from kmp.precision.policy import get_policy
 from kmp.precision.trees import HALF_DTYPES
 
-Hazards = Iterator[tuple[str, str, str]]  # path, problem, advice
+Findings = Iterator[tuple[str, str, str]]  # path, problem, advice
 
 # NVIDIA, "Matrix Multiplication Background User's Guide": sizes in 16 bits are multiples of 8.
 _MULTIPLE = 8
@@ -49,7 +49,7 @@ def package_of(thing: Any) -> str:
     return type(thing).__module__.partition(".")[0]
 
 
-def activity_regularizer(model: Model) -> Hazards:
+def activity_regularizer(model: Model) -> Findings:
     """Keras sums activity regularizers up in the dtype of the outputs."""
     for layer in half_layers(model):
         returns_half = not isinstance(layer, Float32OutputDense)
@@ -62,7 +62,7 @@ def activity_regularizer(model: Model) -> Hazards:
             )
 
 
-def half_preprocessing(program: Program) -> Hazards:
+def half_preprocessing(program: Program) -> Findings:
     """Raw inputs, such as pixels or prices, may be beyond the range of half precision."""
     for layer in half_layers(program.model):
         if is_preprocessing(layer) and rounds_raw_inputs(layer):
@@ -89,7 +89,7 @@ def half_preprocessing(program: Program) -> Hazards:
         )
 
 
-def half_indices(program: Program) -> Hazards:
+def half_indices(program: Program) -> Findings:
     """Indices and positions that a layer rounds before something is looked up, or a sine taken."""
     for each in _roundings(program, INDICES, ANGLES):
         dtype = each.layer.compute_dtype
@@ -121,7 +121,7 @@ def _advice_to_keep_inputs(rounding: Rounding) -> str:
     )
 
 
-def epsilon(program: Program) -> Hazards:
+def epsilon(program: Program) -> Findings:
     """A constant that is rounded to 0, such as an epsilon, which protects from nothing then."""
     for lost in _lost_constants(program):
         if abs(lost.number) < 1:
@@ -141,7 +141,7 @@ def _becomes_zero(what: str, dtype: str) -> tuple[str, str]:
     )
 
 
-def half_statistics(program: Program) -> Hazards:
+def half_statistics(program: Program) -> Findings:
     """A moving average stalls where its steps are below half a unit in its last place."""
     for layer, (dtype, names) in rounded_updates(program).items():
         in_float32 = 'Give the layer dtype="float32", or convert the model with '
@@ -167,7 +167,7 @@ def half_statistics(program: Program) -> Hazards:
             )
 
 
-def constant(program: Program) -> Hazards:
+def constant(program: Program) -> Findings:
     """Numbers beyond the range of the dtype that a layer computes in."""
     compared = [id(each.layer) for each in _roundings(program, EQUALS)]  # with what cannot change
     for lost in _lost_constants(program):
@@ -187,7 +187,7 @@ def _lost_constants(program: Program) -> list[LostConstant]:
     return lost_constants(program) if half_layers(program.model) else []
 
 
-def tensor_cores(model: Model) -> Hazards:
+def tensor_cores(model: Model) -> Findings:
     """Sizes of matrix products that are not multiples of 8."""
     for layer in half_layers(model):
         sizes = _product_sizes(layer)

@@ -16,7 +16,7 @@ from kmp._keras import compile_arguments, function_of, layers_of, path_of, symbo
 from kmp._keras.optimizer import is_loss_scale_optimizer, optimizers_of
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
-from kmp.models.audit_rules_of_layers import Hazards, package_of
+from kmp.models.audit_rules_of_layers import Findings, package_of
 from kmp.models.indices import whole_numbers
 from kmp.models.optimizers import scales_the_loss
 from kmp.models.output_layers import output_layers
@@ -38,7 +38,7 @@ _STEPS_OF_THE_RATE = (*_CORRECTION, "Adamax", "Lion")
 _TOLERATED_STANDSTILL = 0.5  # share of the weights that no step moves, above which it is a finding
 
 
-def unscaled_float16(model: Any) -> Hazards:
+def unscaled_float16(model: Any) -> Findings:
     """float16 computation under an optimizer that does not scale the loss."""
     layers = [x for x in layers_of(model) if x.compute_dtype == "float16"]
     for name, optimizer in optimizers_of(model).items() if layers else ():
@@ -55,7 +55,7 @@ def unscaled_float16(model: Any) -> Hazards:
             )
 
 
-def float16_on_a_tpu(model: Any) -> Hazards:
+def float16_on_a_tpu(model: Any) -> Findings:
     """TPUs have no float16 matrix product."""
     layers = [x for x in layers_of(model) if x.compute_dtype == "float16"]
     if layers and backend.platform() == "tpu":
@@ -66,7 +66,7 @@ def float16_on_a_tpu(model: Any) -> Hazards:
         )
 
 
-def half_weights(model: Any) -> Hazards:
+def half_weights(model: Any) -> Findings:
     """Half weights that the optimizer cannot move.
 
     Keras's optimizers compute in the dtype of the weights: there beta_2 may be 1. A step is lost
@@ -131,7 +131,7 @@ def _share_that_stands_still(variables: list[Any], dtype: str, step: float) -> f
     return float(np.mean((up == before) & (down == before)))
 
 
-def lost_on_reload(model: Any) -> Hazards:
+def lost_on_reload(model: Any) -> Findings:
     """Keras wraps an optimizer in loss scaling, and saves the optimizer without."""
     optimizer: Any = getattr(model, "optimizer", None)
     saved = compile_arguments(model).get("optimizer")
@@ -144,7 +144,7 @@ def lost_on_reload(model: Any) -> Hazards:
         )
 
 
-def half_softmax(model: Any) -> Hazards:
+def half_softmax(model: Any) -> Findings:
     """Probabilities in half precision with a loss that takes their logarithm."""
     losses = [x for x in keras.tree.flatten(getattr(model, "loss", None)) if x is not None]
     if not any(map(_takes_logarithms, losses)):
@@ -161,7 +161,7 @@ def half_softmax(model: Any) -> Hazards:
             )
 
 
-def half_loss(program: Program) -> Hazards:
+def half_loss(program: Program) -> Findings:
     """A loss in half precision: told so by itself or by Keras's `floatx`, or added by a layer."""
     model = program.model
     for layer, dtype in half_losses(program).items():
@@ -182,7 +182,7 @@ def half_loss(program: Program) -> Hazards:
             )
 
 
-def half_metric(model: Any) -> Hazards:
+def half_metric(model: Any) -> Findings:
     """Keras evaluates most metrics in the dtype of the outputs."""
     compiled = compile_arguments(model)
     given = keras.tree.flatten([compiled.get("metrics"), compiled.get("weighted_metrics")])

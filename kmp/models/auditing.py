@@ -6,7 +6,7 @@ from typing import NamedTuple
 import keras
 
 from kmp._keras import check_model
-from kmp.models.audit_rules import HAZARDS
+from kmp.models.audit_rules import AUDIT_RULES
 from kmp.models.programs import Program
 
 
@@ -48,8 +48,10 @@ class AuditReport:
         Raises:
             ValueError: if there is no such kind.
         """
-        if kind not in HAZARDS:
-            raise ValueError(f"`kind` must be one of {tuple(HAZARDS)}. Received: kind={kind!r}.")
+        if kind not in AUDIT_RULES:
+            raise ValueError(
+                f"`kind` must be one of {tuple(AUDIT_RULES)}. Received: kind={kind!r}."
+            )
         return tuple(each for each in self.findings if each.kind == kind)
 
     def __str__(self) -> str:
@@ -109,7 +111,7 @@ def audit(model: keras.Model) -> AuditReport:
     program = Program(model)
     found = [
         Finding(path, kind, problem, advice)
-        for kind, look in HAZARDS.items()
+        for kind, look in AUDIT_RULES.items()
         for path, problem, advice in look(program)
     ]
     return AuditReport(tuple(found))

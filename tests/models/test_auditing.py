@@ -9,7 +9,7 @@ from oracle import BACKEND
 
 import kmp
 from kmp._keras import layers_of
-from kmp.models.audit_rules import HAZARDS
+from kmp.models.audit_rules import AUDIT_RULES
 
 
 def test_a_sound_model_has_no_findings():
@@ -49,7 +49,7 @@ def test_a_report_prints_a_line_a_finding_and_selects():
 
 
 def test_every_kind_is_documented():
-    assert all(f'"{kind}"' in kmp.audit.__doc__ for kind in HAZARDS)
+    assert all(f'"{kind}"' in kmp.audit.__doc__ for kind in AUDIT_RULES)
 
 
 @pytest.mark.parametrize("model", [layers.Dense(1), None, "model"], ids=["layer", "None", "str"])

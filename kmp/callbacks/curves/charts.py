@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from kmp.callbacks.verdict.states import STATES
+
+_STATES = ", ".join(f"{i} {state}" for i, state in enumerate(STATES))
+
 # By page and title: the tags that a chart shows. Each tag has its words in `DESCRIPTIONS`.
 LAYOUT: dict[str, dict[str, Any]] = {
     "Mixed precision": {
@@ -10,8 +14,7 @@ LAYOUT: dict[str, dict[str, Any]] = {
         "skipped steps": ["mixed_precision/skipped_steps$"],
         "headroom, bits": ["mixed_precision/headroom_bits$"],
         "float16: % of the gradient degraded, lost": ["mixed_precision/(degraded|lost)_pct$"],
-        "verdict: 0 healthy, 1 calibrating, 2 underflow, 3 unstable, 4 stalled, 5 collapsed, "
-        "6 forward NaN": ["mixed_precision/verdict$"],
+        f"verdict: {_STATES}": ["mixed_precision/verdict$"],
     },
     "Gradient health": {
         "global norm": ["grad/global_norm$"],
@@ -62,8 +65,7 @@ DESCRIPTIONS = {
     "this loss scale; mean of the variables.",
     "mixed_precision/unmoved_pct": "Percent of the non-zero gradient whose weight the step did not "
     "change; mean of the variables.",
-    "mixed_precision/verdict": "0 healthy, 1 calibrating, 2 underflow, 3 unstable, 4 stalled, "
-    "5 collapsed, 6 forward NaN; the worst since the last epoch's end.",
+    "mixed_precision/verdict": f"The worst verdict since the last epoch's end: {_STATES}.",
     "mixed_precision/report": "The verdict, and the gradients to look at first, at this step.",
     "mixed_precision/variables": "The gradient of each variable at this step.",
     "grad/global_norm": "l2 norm of the gradient over all variables, divided by the loss scale.",
@@ -89,6 +91,5 @@ DESCRIPTIONS = {
     "epoch_loss_scale": "The loss scale at the end of the epoch.",
     "epoch_skipped_steps": "Steps skipped since training began.",
     "epoch_grad_norm": "l2 norm of the gradient of the epoch's last step, over all variables.",
-    "epoch_verdict": "The worst verdict of the epoch: 0 healthy, 1 calibrating, 2 underflow, "
-    "3 unstable, 4 stalled, 5 collapsed, 6 forward NaN.",
+    "epoch_verdict": f"The worst verdict of the epoch: {_STATES}.",
 }
