@@ -734,6 +734,14 @@ OF_STANDSTILL = [
     ),
     A(
         "FrozenWeights",
+        "Raise it: float32 rounds such updates away",
+        "weights in bfloat16, at a learning rate of 1e-11",
+        {"policy": "bfloat16", "scaled": {"loss_scale": "none"}, "rate": 1e-11},
+        "0.01",
+        {"rate": 0.01},
+    ),
+    A(
+        "FrozenWeights",
         "Look at what holds them back: clipnorm, global_clipnorm, clipvalue",
         "gradients are clipped at 1e-12",
         {"optimizer": "sgd", "inner": {"clipvalue": 1e-12}},
@@ -873,6 +881,25 @@ FAINT = {"data": weighing(1e-10), "optimizer": "sgd", "rate": 1e9}
 LOST = {"data": weighing(1e-7), "optimizer": "sgd", "rate": 1e6}
 
 
+LION = {"optimizer": "lion", "rate": 0.003, **FLOAT32}
+
+
+def random_classes():
+    """Classes that nothing tells from one another."""
+    x, _, weights = regression()
+    return x, np.random.default_rng(1).integers(0, 4, len(x)), weights
+
+
+def explained():
+    """The run without the batch, once its targets are named."""
+    x, y, _ = huge("y", 1e6, at=10)()
+    bad, other = slice(10 * BATCH, 11 * BATCH), slice(9 * BATCH, 10 * BATCH)
+    model = compiled({**USUAL, **FLOAT32})
+    found = kmp.debug.explain_spike(model, x[bad], y[bad], (x[other], y[other]))
+    assert [each.name for each in found.columns] == ["y[..., 0]"], str(found)
+    return train(**FLOAT32)
+
+
 def with_scale(rule, situation):
     return {**situation, "scaled": {"loss_scale": rule}}
 
@@ -970,6 +997,67 @@ OF_SIZES = [
         {"optimizer": "adagrad", "rate": 100.0, **FLOAT32},
         "0.1",
         {"rate": 0.1},
+    ),
+    A(
+        "RisenLoss",
+        "Begin again with a lower learning rate",
+        "a cross-entropy, and AdamW at a learning rate of 0.3",
+        {
+            "layers": lambda: [hidden(32), hidden(32, name="second"), head(4)],
+            "loss": LOGITS,
+            "data": random_classes,
+            "optimizer": "adamw",
+            "rate": 0.3,
+            **FLOAT32,
+        },
+        "0.003",
+        {"rate": 0.003},
+    ),
+    A(
+        "HugeBatch",
+        'or from a checkpoint from before, with kmp.scaled(..., spikes="skip"), which leaves '
+        "such a step out",
+        "a batch of each epoch weighs 1e8, and Adam remembers it",
+        {"data": huge("w", 1e8), **FLOAT32},
+        "as it says",
+        {"scaled": {"spikes": "skip"}},
+        float32={},
+        quick=True,
+    ),
+    A(
+        "HugeBatch",
+        "egin again without that batch, or with global_clipnorm=1.0",
+        "the eleventh batch of each epoch weighs 1e8",
+        {"data": huge("w", 1e8, at=10), **FLOAT32},
+        "clipped",
+        {"inner": {"global_clipnorm": 1.0}},
+        float32={},
+    ),
+    A(
+        "HugeBatch",
+        "egin again without that batch",
+        "the eleventh batch of each epoch weighs 1e8",
+        {"data": huge("w", 1e8, at=10), **FLOAT32},
+        "it was left out",
+        {"data": regression},
+    ),
+    A(
+        "HugeBatch",
+        "Compile the model with a new optimizer",
+        "a batch weighs 1e8, and Lion goes on in its direction",
+        lambda: resumed({"data": huge("w", 1e8, at=10)}, **LION),
+        "as it says",
+        lambda: resumed({"data": huge("w", 1e8, at=10)}, "new optimizer", **LION),
+        float32={**LION, "epochs": 4},
+    ),
+    A(
+        "HugeBatch",
+        "kmp.debug.explain_spike(model, x, y, (other_x, other_y)) tells what is unusual about that",
+        "the targets of the eleventh batch of each epoch are 1e6 times as large",
+        {"data": huge("y", 1e6, at=10), **FLOAT32},
+        "asked; it names the targets, and the batch was left out",
+        explained,
+        float32={},
     ),
     A(
         "RisenLoss",
@@ -1186,6 +1274,54 @@ def under_floatx(name):
     return said
 
 
+class Itself(keras.Sequential):
+    """A model whose own code adds a loss, and counts in a variable of its own."""
+
+    adds, counts, mends = False, False, False
+
+    def build(self, input_shape=None):
+        if self.counts and not hasattr(self, "seen"):
+            reads = {"autocast": False} if self.mends else {}
+            self.seen = self.add_weight(shape=(), trainable=False, name="seen", **reads)
+        super().build(input_shape)
+
+    def call(self, x, training=None, mask=None):
+        seen = self.layers[0](x)
+        if self.adds:
+            loss = 1e-4 * ops.mean(ops.square(seen))
+            self.add_loss(ops.cast(loss, "float32") if self.mends else loss)
+        if self.counts:
+            self.seen.assign(self.seen + 1.0)
+        return self.layers[1](seen)
+
+
+def model_itself(**does):
+    """What the report of a conversion says of the model's own code, or a run if that is nothing."""
+    kind = type("Itself", (Itself,), does)
+    settings = {**USUAL, "model": kind, "policy": "float32"}
+    with heard() as texts:
+        model = compiled(settings)
+        report = kmp.to_mixed_precision(model, "mixed_float16")
+        if report.rounded:
+            return Outcome(str(report), "found", np.nan)
+        watch = kmp.callbacks.GradientHealth(**settings["watch"])
+        fit(model, settings, [watch])
+        if "counts" in does:
+            assert float(model.seen) >= STEPS * settings["epochs"]
+    said = "\n".join([str(watch.verdict), *texts])
+    figure = loss_in_float32(Trained(model), settings)
+    return Outcome(said, watch.verdict.state, figure)
+
+
+class Trained(NamedTuple):
+    """The weights of a model that are trained."""
+
+    model: Any
+
+    def get_weights(self):
+        return [ops.convert_to_numpy(x) for x in self.model.trainable_weights]
+
+
 def reloaded(**changes):
     """A run that goes on in a model that is loaded from a file."""
     settings = {**USUAL, **changes}
@@ -1274,6 +1410,25 @@ OF_AUDIT = [
         lambda: Outcome(under_floatx("float16"), "found", np.nan),
         "as it says",
         lambda: train() if not under_floatx("float32") else None,
+    ),
+    A(
+        "conversion",
+        'Write self.add_loss(keras.ops.cast(loss, "float32"))',
+        "a model whose own code adds a loss, converted",
+        lambda: model_itself(adds=True),
+        "as it says",
+        lambda: model_itself(adds=True, mends=True),
+        float32={},
+    ),
+    A(
+        "conversion",
+        "Write self.add_weight(..., autocast=False) for it",
+        "a model whose own code counts in a variable, converted",
+        lambda: model_itself(counts=True),
+        "as it says",
+        lambda: model_itself(counts=True, mends=True),
+        float32={},
+        backends=("tensorflow", "torch"),  # JAX's trainer calls a model without its scope
     ),
     A(
         "audit: half metric",

@@ -58,6 +58,7 @@ PLACES = (
     "callbacks/alarms.py",
     "callbacks/terminate_on_nan.py",
     "models/audit_rules_of_*.py",
+    "models/side_effects.py",
     "debug/causes.py",
 )
 

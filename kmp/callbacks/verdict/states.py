@@ -57,8 +57,9 @@ class Verdict:
     UNSTABLE     overflows, gradients or updates are far more, or larger, than in sound training;
                  or gradients hold inf or NaN though no layer computes in float16; or weights,
                  moving statistics or the optimizer's own state hold inf or NaN, or one huge batch
-                 has ruined them, after which updates may be far too small; or an epoch's loss is
-                 above that of the first batch, and weights or updates have become far too large
+                 has ruined them, after which updates may be far too small; or after a batch with a
+                 huge loss the losses are higher, or the optimizer remembers it; or an epoch's loss
+                 is above that of the first batch, and weights or updates have become far too large
     STALLED      the weights stand still, although there are gradients; or the optimizer takes no
                  step, or nothing scales the loss; or all gradients of the
                  weights, biases aside, are exactly zero; or there are no weights, or all are
