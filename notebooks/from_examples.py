@@ -37,6 +37,11 @@ examples = [os.path.abspath("../examples"), os.environ.get("PYTHONPATH", "")]
 sys.path.append(examples[0])
 warnings.filterwarnings("ignore", message="IProgress")  # of a package that keras-hub needs
 os.environ["PYTHONPATH"] = os.pathsep.join(examples)"""
+SHORT = "## A short run"
+SHORT_WITH_PICTURE = f"""\
+{SHORT}
+
+Its few epochs draw no digits yet; `main([])` trains longer."""
 PLAN = """\
 ## The plan
 
@@ -64,7 +69,7 @@ def cells_of(name: str) -> list[tuple[str, str]]:
     cells = [("markdown", f"# {title.rstrip('.')}\n\n{words}")]
     cells.append(("code", INSTALL.format(more=more and f" {more}", backend=backend)))
     cells += [("code", part) for part in parts_of(text)]
-    cells.append(("markdown", "## A short run"))
+    cells.append(("markdown", SHORT_WITH_PICTURE if picture else SHORT))
     cells.append(("code", 'main(["--smoke"])'))
     if picture:
         cells.append(("code", f'from IPython.display import Image\n\nImage("{picture}")'))
