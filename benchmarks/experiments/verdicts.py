@@ -534,9 +534,10 @@ KERAS_BACKEND=jax python benchmarks/experiments/verdicts.py run --programs 2000
 python benchmarks/experiments/verdicts.py page     # writes this page
 ```
 
-The programs of a group differ in data, rate and fault, and share what is compiled. They ran while
-detectors were being cured. Each on which verdict and weights disagreed was run once more on the
-last code, and stands here as it was then; the others were not.
+The programs of a group differ in data, rate and fault, and share what is compiled. On JAX and
+TensorFlow they ran before the last cures, and the last code has judged the looks that were kept.
+Where it reads what no look has, the slots after a huge batch, the programs ran again, and so did
+those on which verdict and weights disagreed. On PyTorch all ran on the last code.
 """
 
 

@@ -183,6 +183,8 @@ class Remembers(Told):
         ("29 times", 29.0, [*LEVEL, 121.0, *LEVEL], True, False),
         ("within an epoch", 31.0, [*LEVEL, 121.0, *LEVEL], False, False),
         ("no huge batch", 31.0, LEVEL, True, False),
+        ("rare labels that weigh much", 31.0, [*LEVEL, 121.0, *LEVEL, 13.0, *LEVEL], True, False),
+        ("a tenth as huge is another kind", 31.0, [*LEVEL, 121.0, *LEVEL, 11.0], True, True),
         ("too few since", 31.0, [*LEVEL, 121.0, *LEVEL[:19]], True, False),
     ],
 )

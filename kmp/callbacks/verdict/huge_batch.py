@@ -42,12 +42,17 @@ class HugeBatch(Detector):
 
     The losses since are higher than before it, by their medians, to which further rare batches are
     nothing, and by their ranks. Or the optimizer's slots still hold its gradient: Lion goes on in
-    its direction, and Adam divides by its size. If all losses are about as high from then on, it
-    was not one batch: the data have changed, or training diverges.
+    its direction, and Adam divides by its size. That counts unless such batches come again, as
+    where rare labels weigh much. If all losses are about as high from then on, the data have
+    changed, or training diverges.
     """
 
     def __init__(self):
-        self._fit_start: GradientReport | None = None
+        self._begin_fit(None)
+
+    def _begin_fit(self, start: GradientReport | None) -> None:
+        self._fit_start = start
+        self._comes_again = False  # whether the data bring such batches
         self._forget(())
 
     def _forget(self, before: Iterable[float]) -> None:
@@ -59,8 +64,7 @@ class HugeBatch(Detector):
 
     def see(self, look: Observation) -> Verdict | None:
         if look.fit_start is not self._fit_start:
-            self._fit_start = look.fit_start
-            self._forget(())
+            self._begin_fit(look.fit_start)
         for i, loss in enumerate(look.new_losses, start=1):
             self._take(loss, look.report.step - len(look.new_losses) + i)
         if self._batch is None or len(self._since) < _SINCE:
@@ -92,7 +96,7 @@ class HugeBatch(Detector):
 
     def _remembered(self, look: Observation) -> tuple[str, str] | None:
         """The same if the optimizer's slots hold far larger gradients than came since."""
-        if not look.is_epoch_end:
+        if self._comes_again or not look.is_epoch_end:
             return None
         slots = look.run.remembered_gradients()
         times = [slots[x] / norm for x, norm in self._norms.items() if norm and x in slots]
@@ -111,6 +115,8 @@ class HugeBatch(Detector):
         if self._batch:
             if loss < _AS_HUGE * self._batch.loss:
                 self._since.append(loss)
+            else:
+                self._comes_again = True
         elif len(self._before) >= _BEFORE and loss > _HUGE * max(self._before):
             self._batch = _Batch(step, loss, loss / max(self._before))
         else:
