@@ -183,8 +183,9 @@ def section(results):
         f"\nOLMo-core's rule waits for 64 steps: {sum(run.is_guarded for run in early)} of its "
         f"harmed runs have the batch before. With BatchNormalization and inputs times 1e4 at step "
         f"{PLACES[1]} the median loss with `{OURS}` is {np.median(late):.3f} times that of never "
-        f"seen, the largest {max(late):.3f}. In the first {WAITS[NORMALIZED]} steps it does not "
-        f"hold the statistics, nor does any other rule. Of the batches at step {PLACES[0]} with "
+        f"seen, the largest {max(late):.3f}. No other rule helps there: `fit` has moved the "
+        f"statistics before it asks the optimizer. In the first {WAITS[NORMALIZED]} steps "
+        f"`{OURS}` does not hold them either. Of the batches at step {PLACES[0]} with "
         f"BatchNormalization harm the run: {', '.join(unguarded(found))}."
     )
 
