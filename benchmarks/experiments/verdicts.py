@@ -537,7 +537,8 @@ python benchmarks/experiments/verdicts.py page     # writes this page
 The programs of a group differ in data, rate and fault, and share what is compiled. On JAX and
 TensorFlow they ran before the last cures, and the last code has judged the looks that were kept.
 Where it reads what no look has, the slots after a huge batch, the programs ran again, and so did
-those on which verdict and weights disagreed. On PyTorch all ran on the last code.
+those on which verdict and weights disagreed. On PyTorch all ran before the
+last two cures, of bfloat16's smallest rates and of huge batches that come again.
 """
 
 
