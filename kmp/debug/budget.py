@@ -12,9 +12,8 @@ from keras import Layer
 from kmp._backend import backend
 from kmp._backend.types import Tree
 from kmp._common import is_number, table
-from kmp._keras import check_model, layers_of, path_of
-from kmp._keras.blocks import blocks_of, chosen_by, recompute_only
-from kmp._keras.recompute import is_recomputed
+from kmp._keras import check_model, path_of
+from kmp._keras.blocks import blocks_of, chosen_by, recompute_only, recomputed_in
 from kmp._keras.training import build_for_training, check_compiled
 from kmp.debug.memory import bytes_of, state_bytes
 from kmp.half_memory import HalfMemory
@@ -149,7 +148,7 @@ def memory_plan(
     blocks = blocks_of(model) if filter_fn is None else chosen_by(filter_fn, model)
     build_for_training(model, x, y)
     planner = _Planner(model, blocks, device)
-    before = [layer for layer in layers_of(model) if is_recomputed(layer)]
+    before = recomputed_in(model)
     try:
         advice = planner.plan(x, y, budget)
     finally:
