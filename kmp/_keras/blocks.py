@@ -25,13 +25,14 @@ from kmp._keras.segments import (
 Pieces: TypeAlias = Sequence[Layer] | Sequence[Segment]  # which are computed again
 
 
-def recompute_only(pieces: Pieces, model: Model, backend: Any) -> None:
+def recompute_only(pieces: Pieces, model: Model, backend: Any, policy: Any = None) -> None:
     """Let these pieces of a model be computed again by a `Backend`, and nothing else in it.
 
     Args:
         pieces: blocks, or the first segments of a graph in the model, in their order.
         model: the model.
         backend: the `Backend`.
+        policy: what of them is kept all the same, as `Backend.recompute` takes it.
     """
     for layer in layers_of(model):
         if is_recomputed(layer):
@@ -40,10 +41,10 @@ def recompute_only(pieces: Pieces, model: Model, backend: Any) -> None:
         run_plainly(graph)
     segments = [each for each in pieces if isinstance(each, Segment)]
     if segments:
-        recompute_segments(segments, backend)
+        recompute_segments(segments, backend, policy)
     for block in pieces:
         if isinstance(block, Layer):
-            recompute_calls(block, backend)
+            recompute_calls(block, backend, policy)
     forget_functions(model)
 
 
@@ -51,6 +52,13 @@ def recomputed_in(model: Model) -> Pieces:
     """What of a model is computed again now."""
     segments = [each for graph in _graphs_of(model) for each in recomputed_segments(graph)]
     return segments or [layer for layer in layers_of(model) if is_recomputed(layer)]
+
+
+def policy_in(model: Model) -> Any:
+    """The policy with which pieces of a model are computed again now."""
+    calls = [vars(layer).get("call") for layer in layers_of(model)]
+    calls += [vars(graph).get("_run_through_graph") for graph in _graphs_of(model)]
+    return next((x for call in calls if (x := getattr(call, "policy", None)) is not None), None)
 
 
 def chosen_pieces(model: Model, filter_fn: Any, segments: Any, owner: str = "recompute") -> Pieces:

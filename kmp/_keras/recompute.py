@@ -51,12 +51,13 @@ def is_recomputed(layer: Any) -> bool:
     return hasattr(vars(layer).get("call"), "plain_call")
 
 
-def recompute_calls(layer: Any, backend: Any) -> None:
+def recompute_calls(layer: Any, backend: Any, policy: Any = None) -> None:
     """Let the calls of a built layer be computed again for the gradient.
 
     Args:
         layer: a layer. Nothing of it changes but the attribute `call`.
         backend: the `Backend`.
+        policy: what of it is kept all the same, as `Backend.recompute` takes it.
     """
     plain_call = layer.call
 
@@ -65,14 +66,19 @@ def recompute_calls(layer: Any, backend: Any) -> None:
     def call(*args: Any, **kwargs: Any) -> Tree:
         if is_calling_plainly():
             return plain_call(*args, **kwargs)
-        return call_again(plain_call, args, kwargs, layers_of(layer), backend)
+        return call_again(plain_call, args, kwargs, layers_of(layer), backend, policy)
 
-    call.plain_call = plain_call
+    call.plain_call, call.policy = plain_call, policy
     vars(layer)["call"] = call  # `setattr` would have Keras look for layers and variables in it
 
 
 def call_again(
-    function: Callable[..., Tree], args: Any, kwargs: Any, layers: Sequence[Any], backend: Any
+    function: Callable[..., Tree],
+    args: Any,
+    kwargs: Any,
+    layers: Sequence[Any],
+    backend: Any,
+    policy: Any = None,
 ) -> Tree:
     """Call a function once now, and once more for the gradient.
 
@@ -81,11 +87,12 @@ def call_again(
         args, kwargs: its arguments, with tensors in them.
         layers: all that it calls. The first owns the losses that none of them has added.
         backend: the `Backend`.
+        policy: what inside is kept all the same, as `Backend.recompute` takes it.
     """
     tensors, masks, fill = _taken_apart((args, kwargs))
     number = len(tensors)
     pure = _PureCall(layers, function, lambda inputs: fill(*_split(inputs, number)), backend)
-    return pure.finish(*backend.recompute(pure, tensors + masks))
+    return pure.finish(*backend.recompute(pure, tensors + masks, policy))
 
 
 def call_plainly(layer: Any) -> None:

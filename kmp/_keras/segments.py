@@ -145,7 +145,7 @@ def recomputed_segments(graph: Any) -> list[Segment]:
     return list(getattr(vars(graph).get("_run_through_graph"), "segments", ()))
 
 
-def recompute_segments(segments: Sequence[Segment], backend: Any) -> None:
+def recompute_segments(segments: Sequence[Segment], backend: Any, policy: Any = None) -> None:
     """Let the first segments of a graph be computed again for the gradient.
 
     Private: `_run_through_graph`, which `Functional.call` gives the inputs as it has standardized
@@ -154,6 +154,7 @@ def recompute_segments(segments: Sequence[Segment], backend: Any) -> None:
     Args:
         segments: from the graph's inputs on, without gaps.
         backend: the `Backend`.
+        policy: what of them is kept all the same, as `Backend.recompute` takes it.
     """
     graph = segments[0].graph
     run_through = graph._run_through_graph
@@ -174,11 +175,11 @@ def recompute_segments(segments: Sequence[Segment], backend: Any) -> None:
                 outputs = each.run(inputs, operation_fn)
             else:
                 layers = [graph, *each.layers]
-                outputs = call_again(each.run, (inputs, operation_fn), {}, layers, backend)
+                outputs = call_again(each.run, (inputs, operation_fn), {}, layers, backend, policy)
             values.update(zip(map(id, each.outputs), outputs, strict=True))
         return keras.tree.pack_sequence_as(graph.output, [values[id(x)] for x in graph.outputs])
 
-    run.segments = segments
+    run.segments, run.policy = segments, policy
     vars(graph)["_run_through_graph"] = run  # `setattr` would have Keras look into it
 
 

@@ -13,7 +13,13 @@ from kmp._backend import backend
 from kmp._backend.types import Tree
 from kmp._common import is_number, table
 from kmp._keras import check_model, path_of
-from kmp._keras.blocks import Pieces, chosen_pieces, recompute_only, recomputed_in
+from kmp._keras.blocks import (
+    Pieces,
+    chosen_pieces,
+    policy_in,
+    recompute_only,
+    recomputed_in,
+)
 from kmp._keras.optimizer import inner_optimizer_of
 from kmp._keras.segments import Segment
 from kmp._keras.training import build_for_training, check_compiled
@@ -174,12 +180,12 @@ def memory_plan(
     pieces = chosen_pieces(model, filter_fn, segments, "memory_plan")
     build_for_training(model, x, y)
     planner = _Planner(model, pieces, device)
-    before, optimizer = recomputed_in(model), model.optimizer
+    before, policy, optimizer = recomputed_in(model), policy_in(model), model.optimizer
     try:
         advice = planner.plan(x, y, budget)
     finally:
         model.optimizer = optimizer
-        recompute_only(before, model, backend)
+        recompute_only(before, model, backend, policy)
     in_segments = any(isinstance(piece, Segment) for piece in pieces)
     names = tuple(x.last if isinstance(x, Segment) else path_of(x) for x in pieces)
     return MemoryPlan(budget, names, tuple(planner.steps), advice, in_segments)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keras import Layer, Model
 from keras.layers import InputLayer
@@ -76,6 +76,7 @@ def recompute(
     model: Model,
     filter_fn: Callable[[Layer, str], bool] | None = None,
     segments: int | Sequence[str] | None = None,
+    policy: Any = None,
 ) -> RecomputeReport:
     """Checkpoint the gradient: keep only the inputs of blocks, and compute what is inside twice.
 
@@ -114,6 +115,12 @@ def recompute(
             segment ends. What comes after the last of these is kept. Only a Functional or
             Sequential model can be cut; of a model in the model, the one that calls most layers is.
 
+        policy: what is kept inside all the same: more memory, fewer operations. "dots_saveable":
+            the results of matrix products and convolutions. On JAX also other names of
+            `jax.checkpoint_policies` that end in "_saveable", or a function as there; on PyTorch
+            what `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes. TensorFlow
+            has none.
+
     Returns:
         `RecomputeReport`, one row a block; the model is the same object.
 
@@ -121,7 +128,7 @@ def recompute(
         TypeError: if `model` is no Keras model, or `filter_fn` cannot be called.
         ValueError: if the model is not built; it has no blocks and cannot be cut either;
             `segments` is neither a whole number of at least 2 nor names of layers that it calls
-            once; or `filter_fn` is given, too.
+            once; `filter_fn` is given, too; or `policy` is none of the backend.
 
     Example:
 
@@ -158,7 +165,8 @@ def recompute(
             f"{model.name!r}, which has none and is none. Choose layers by filter_fn, or build "
             "each part that is to be computed again as a keras.Sequential or a layer of your own."
         )
-    recompute_only(pieces, model, backend)
+    chosen = None if policy is None else backend.recompute_policy(policy)
+    recompute_only(pieces, model, backend, chosen)
     return RecomputeReport(tuple(map(_row_of, pieces)))
 
 
