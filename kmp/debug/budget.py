@@ -132,9 +132,10 @@ def memory_plan(
     """Choose how many blocks to compute again, so that a training step fits in a budget.
 
     XLA plans the memory of a whole step before it runs: weights, slots, gradients, activations and
-    scratch space. The step is compiled with no block computed again, and with one of each kind.
-    What that saves is nearly the same for each further block, so the number that is needed is
-    known; that step is compiled too, and its number is XLA's own. Blocks are taken from the front:
+    scratch space. The step is compiled with no block computed again, with the first, with the
+    second as well, and with one of each other kind. What that saves is nearly the same for each
+    further block, so the number that is needed is known; that step is compiled too, and its number
+    is XLA's own. Blocks are taken from the front:
     the last are in memory anyway when the backward pass begins. A model without blocks is cut into
     segments, as in `kmp.recompute`; they save in proportion to what their layers put out.
 
@@ -267,21 +268,24 @@ class _Planner:
         return PlannedStep(_samples(x), len(pieces), planned.bytes, share, self._memory)
 
     def _savings_of_each(self, x: Tree, y: Tree) -> list[float]:
-        """The bytes that each piece should save: as much as one that has been compiled.
+        """The bytes that each piece should save: as much as one like it that has been compiled.
 
-        Of blocks one of each kind is, of segments the first: the others save in proportion to what
-        is inside.
+        The first has the input of the model, which is kept anyway, so that the second is compiled
+        too if it is like the first; others of its kind save as much for their size.
         """
         if self._savings is None:
-            whole = self.steps[0].bytes
-            kinds: dict[Any, float] = {}
-            for i, piece in enumerate(self._pieces):
-                kind, size = _kind_of(piece), _size_of(piece)
-                if kind not in kinds:
-                    alone = [piece] if i else self._pieces[:1]
-                    step = self._compile(alone, x, y) if i else self._with_first(1, x, y)
-                    kinds[kind] = max(whole - step.bytes, 0) / size
-            self._savings = [kinds[_kind_of(each)] * _size_of(each) for each in self._pieces]
+            whole, one = self.steps[0].bytes, self._with_first(1, x, y).bytes
+            kinds = [_kind_of(each) for each in self._pieces]
+            sizes = [_size_of(each) for each in self._pieces]
+            rates = {kinds[0]: max(whole - one, 0) / sizes[0]}
+            if kinds[1:2] == kinds[:1]:
+                rates[kinds[0]] = max(one - self._with_first(2, x, y).bytes, 0) / sizes[1]
+            for piece, kind, size in zip(self._pieces, kinds, sizes, strict=True):
+                if kind not in rates:
+                    alone = self._compile([piece], x, y).bytes
+                    rates[kind] = max(whole - alone, 0) / size
+            self._savings = [rates[kind] * size for kind, size in zip(kinds, sizes, strict=True)]
+            self._savings[0] = max(whole - one, 0)
         return self._savings
 
     def _enough(self, number: int, excess: float, savings: Sequence[float]) -> int:
@@ -371,7 +375,7 @@ def _smaller_state(model: keras.Model, step: PlannedStep, budget: int) -> list[s
 
 
 def _kind_of(piece: Layer | Segment) -> Any:
-    """Equal for pieces that save as much, for their size."""
+    """Equal for pieces that save as much for their size."""
     if isinstance(piece, Segment):
         return Segment
     return type(piece), tuple((tuple(v.shape), v.dtype) for v in piece.weights)
