@@ -45,41 +45,8 @@ NOT_HERE = {  # a compiler must neither look for its device nor ask the machine 
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """NVIDIA's public figures of a card, which its compiler asks for.
-
-    Attributes:
-        name: as NVIDIA writes it.
-        memory: MiB, as `nvidia-smi` shows them.
-        compute: the compute capability.
-        cores: streaming multiprocessors.
-        threads: of a multiprocessor at most.
-        shared, block: KiB of shared memory of a multiprocessor, and of one block at most.
-        cache: MiB of its second level.
-        bandwidth: GB a second.
-        clock: GHz.
-    """
-
-    name: str
-    memory: int
-    compute: tuple[int, int]
-    cores: int
-    threads: int
-    shared: int
-    block: int
-    cache: int
-    bandwidth: int
-    clock: float
-
-
-CARDS = {
-    "t4": Card("Tesla T4", 15360, (7, 5), 40, 1024, 64, 64, 4, 320, 1.59),
-    "l4": Card("NVIDIA L4", 23034, (8, 9), 58, 1536, 100, 99, 48, 300, 2.04),
-    "h100": Card("NVIDIA H100 80GB HBM3", 81559, (9, 0), 132, 2048, 228, 227, 50, 3352, 1.98),
-}
 V5E_MEMORY = 16 * 2**30  # bytes of one chip
-DEVICES = ("here", "v5e", *CARDS)
+DEVICES = ("here", "v5e", "t4", "l4", "h100")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,35 +112,9 @@ def topology_of(device: str):
         return jax.devices(), None
     if device == "v5e":
         return topologies.get_topology_desc("v5e:2x4", platform="tpu").devices, V5E_MEMORY
-    card = CARDS[device]
-    figures = f"""
-        gpu_device_info {{
-          threads_per_block_limit: 1024
-          threads_per_warp: 32
-          shared_memory_per_block: 49152
-          shared_memory_per_core: {card.shared * 1024}
-          threads_per_core_limit: {card.threads}
-          core_count: {card.cores}
-          fpus_per_core: {64 if device == "t4" else 128}
-          block_dim_limit_x: 2147483647
-          block_dim_limit_y: 65535
-          block_dim_limit_z: 65535
-          memory_bandwidth: {card.bandwidth * 10**9}
-          l2_cache_size: {card.cache * 2**20}
-          clock_rate_ghz: {card.clock}
-          device_memory_size: {card.memory * 2**20}
-          shared_memory_per_block_optin: {card.block * 1024}
-          cuda_compute_capability {{ major: {card.compute[0]} minor: {card.compute[1]} }}
-          registers_per_core_limit: 65536
-          registers_per_block_limit: 65536
-        }}
-        platform_name: "CUDA"
-        dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
-        runtime_version {{ major: 12 minor: 9 patch: 0 }}
-        device_description_str: "{card.name}"
-    """
-    found = topologies.get_topology_desc(platform="cuda", target_config=figures, topology="1x1x1")
-    return found.devices, card.memory * 2**20
+    from kmp._backend.jax.cards import CARDS, device_of
+
+    return [device_of(device)], CARDS[device].memory * 2**20
 
 
 def plan(

@@ -417,7 +417,9 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def recompute(self, function: Callable[..., TwoLists], inputs: Sequence[Tensor]) -> TwoLists:
+    def recompute(
+        self, function: Callable[..., TwoLists], inputs: Sequence[Tensor], policy: Any = None
+    ) -> TwoLists:
         """Call a function whose tensors are computed again for the gradient, instead of kept.
 
         Args:
@@ -425,10 +427,26 @@ class Backend(abc.ABC):
                 which no gradient flows. It may read variables and other tensors. Where the backward
                 pass is a program of its own, it is called once more there, and must do the same.
             inputs: tensors; they stay in memory until the backward pass.
+            policy: what `recompute_policy` returned; None: nothing inside is kept.
 
         Returns:
             What `function` returns.
         """
+
+    def recompute_policy(self, policy: Any) -> Any:
+        """Return the backend's own form of a user's choice of what is kept inside all the same.
+
+        Args:
+            policy: "dots_saveable", the results of matrix products and convolutions; or what the
+                backend itself takes.
+
+        Raises:
+            ValueError: if the backend has no such choice.
+        """
+        raise ValueError(
+            "`policy` of recompute needs JAX or PyTorch: TensorFlow's gradient of a block keeps "
+            f"its inputs alone. Received: policy={policy!r}. Leave it out."
+        )
 
     def untraced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that `torch.compile` calls as it is, rather than tracing it."""

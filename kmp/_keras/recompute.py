@@ -41,32 +41,58 @@ def calling_plainly() -> Iterator[None]:
         _plainly.reset(token)
 
 
+def is_calling_plainly() -> bool:
+    """Whether no call is made a pure function here: within `calling_plainly`, or symbolically."""
+    return _plainly.get() or in_symbolic_scope()
+
+
 def is_recomputed(layer: Any) -> bool:
     """Whether the calls of a layer are computed again for the gradient."""
     return hasattr(vars(layer).get("call"), "plain_call")
 
 
-def recompute_calls(layer: Any, backend: Any) -> None:
+def recompute_calls(layer: Any, backend: Any, policy: Any = None) -> None:
     """Let the calls of a built layer be computed again for the gradient.
 
     Args:
         layer: a layer. Nothing of it changes but the attribute `call`.
         backend: the `Backend`.
+        policy: what of it is kept all the same, as `Backend.recompute` takes it.
     """
     plain_call = layer.call
 
     @backend.untraced
     @functools.wraps(plain_call)
     def call(*args: Any, **kwargs: Any) -> Tree:
-        if _plainly.get() or in_symbolic_scope():
+        if is_calling_plainly():
             return plain_call(*args, **kwargs)
-        tensors, masks, fill = _taken_apart((args, kwargs))
-        number = len(tensors)
-        pure = _PureCall(layer, plain_call, lambda inputs: fill(*_split(inputs, number)), backend)
-        return pure.finish(*backend.recompute(pure, tensors + masks))
+        return call_again(plain_call, args, kwargs, layers_of(layer), backend, policy)
 
-    call.plain_call = plain_call
+    call.plain_call, call.policy = plain_call, policy
     vars(layer)["call"] = call  # `setattr` would have Keras look for layers and variables in it
+
+
+def call_again(
+    function: Callable[..., Tree],
+    args: Any,
+    kwargs: Any,
+    layers: Sequence[Any],
+    backend: Any,
+    policy: Any = None,
+) -> Tree:
+    """Call a function once now, and once more for the gradient.
+
+    Args:
+        function: what is computed twice.
+        args, kwargs: its arguments, with tensors in them.
+        layers: all that it calls. The first owns the losses that none of them has added.
+        backend: the `Backend`.
+        policy: what inside is kept all the same, as `Backend.recompute` takes it.
+    """
+    tensors, masks, fill = _taken_apart((args, kwargs))
+    number = len(tensors)
+    pure = _PureCall(layers, function, lambda inputs: fill(*_split(inputs, number)), backend)
+    return pure.finish(*backend.recompute(pure, tensors + masks, policy))
 
 
 def call_plainly(layer: Any) -> None:
@@ -77,33 +103,33 @@ def call_plainly(layer: Any) -> None:
 
 
 class _PureCall:
-    """One call of a layer as a pure function of tensors.
+    """One call of a layer, or of a part of a graph, as a pure function of tensors.
 
     It returns a list with the outputs and the losses that the call adds, and a list of what has no
     gradient: the masks of the outputs, and the values of the variables that the call assigns.
 
     Args:
-        layer: the layer.
-        plain_call: its `call`.
-        fill: makes args and kwargs of `call` from the tensors.
+        layers: all that is called; the first owns the losses that none of them has added.
+        plain_call: what is called.
+        fill: makes its args and kwargs from the tensors.
         backend: the `Backend`.
     """
 
     def __init__(
         self,
-        layer: Any,
+        layers: Sequence[Any],
         plain_call: Callable[..., Tree],
         fill: Callable[[Sequence[Tensor]], Tree],
         backend: Any,
     ):
-        self._layer, self._plain_call, self._fill = layer, plain_call, fill
+        self._layers, self._plain_call, self._fill = layers, plain_call, fill
         self._backend = backend
         outer = global_state.get_global_attribute("stateless_scope")
         self._values = dict(outer.state_mapping) if outer else {}  # of variables, by their ids
         self._assigns_for_good = outer is None
         self._state = {name: copy.copy(global_state.get_global_attribute(name)) for name in _STATE}
         self._context = contextvars.copy_context()  # `kmp.autocast` is in it
-        self._put_buffers_back = kept_buffers(layers_of(layer))
+        self._put_buffers_back = kept_buffers(layers)
         self._fill_outputs: Callable[..., Tree] | None = None  # after the first run
         self._assigned: list[Any] = []
         self._before: list[tuple[Any, Tensor]] = []  # the variables, and what they had been
@@ -112,7 +138,7 @@ class _PureCall:
     def __call__(self, *tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         if self._fill_outputs is None:
             return self._compute(tensors)
-        put_buffers_back = kept_buffers(layers_of(self._layer))
+        put_buffers_back = kept_buffers(self._layers)
         self._put_buffers_back()
         try:
             return self._context.copy().run(self._compute_again, tensors)
@@ -146,7 +172,7 @@ class _PureCall:
             try:
                 outputs = self._plain_call(*args, **kwargs)
             finally:  # PyTorch stops the second run once it has what it needs
-                owners = _owners_of(scope.losses, self._layer)
+                owners = _owners_of(scope.losses, self._layers)
         found, masks, fill = _taken_apart(outputs)
         if self._fill_outputs is None:
             self._fill_outputs, self._assigned, self._owners = fill, scope.assigned, owners
@@ -216,13 +242,12 @@ def _split(tensors: Sequence[Tensor], number: int) -> tuple[list[Tensor], list[T
     return list(tensors[:number]), list(tensors[number:])
 
 
-def _owners_of(losses: Sequence[Tensor], layer: Any) -> list[Any]:
+def _owners_of(losses: Sequence[Tensor], layers: Sequence[Any]) -> list[Any]:
     """The layers that have added losses; each of them forgets that it has.
 
     Private: `_loss_ids`. The id of a tensor that is gone may become that of another loss.
     """
-    layers = layers_of(layer) if losses else []
-    owners = [next((x for x in layers if id(loss) in x._loss_ids), layer) for loss in losses]
+    owners = [next((x for x in layers if id(loss) in x._loss_ids), layers[0]) for loss in losses]
     for owner, loss in zip(owners, losses, strict=True):
         owner._loss_ids.discard(id(loss))
     return owners

@@ -1,4 +1,4 @@
-"""Which blocks of a model to compute again, so that a training step fits in the memory there is."""
+"""What of a model to compute again, so that a training step fits in the memory there is."""
 
 import dataclasses
 import math
@@ -12,12 +12,20 @@ from keras import Layer
 from kmp._backend import backend
 from kmp._backend.types import Tree
 from kmp._common import is_number, table
-from kmp._keras import check_model, layers_of, path_of
-from kmp._keras.blocks import blocks_of, chosen_by, recompute_only
-from kmp._keras.recompute import is_recomputed
+from kmp._keras import check_model, path_of
+from kmp._keras.blocks import (
+    Pieces,
+    chosen_pieces,
+    policy_in,
+    recompute_only,
+    recomputed_in,
+)
+from kmp._keras.optimizer import inner_optimizer_of
+from kmp._keras.segments import Segment
 from kmp._keras.training import build_for_training, check_compiled
-from kmp.debug.memory import bytes_of, state_bytes
+from kmp.debug.memory import state_bytes
 from kmp.half_memory import HalfMemory
+from kmp.scaling import LossScaleOptimizer, scaled
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -30,12 +38,15 @@ class PlannedStep(NamedTuple):
         blocks: int, how many of the blocks are computed again.
         bytes: int, the most that it holds at once, by XLA: weights, slots, gradients, activations.
         operations: float, floating-point operations over those of the step without recomputation.
+        memory: str, the arguments of `kmp.scaled` with which it holds less; empty if the optimizer
+            is as it was compiled.
     """
 
     batch_size: int
     blocks: int
     bytes: int
     operations: float
+    memory: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +55,12 @@ class MemoryPlan:
 
     Attributes:
         budget: bytes.
-        blocks: tuple of str, the paths of all blocks that could be computed again.
+        blocks: tuple of str, the paths of all blocks that could be computed again, or the names
+            with which the segments end that could be.
         steps: tuple of `PlannedStep`, each that was compiled; the last of them is the plan.
         advice: tuple of str, what else would make the step smaller, if it does not fit; what costs
             least comes first.
+        in_segments: bool, whether the blocks are segments.
 
     Example:
 
@@ -61,6 +74,7 @@ class MemoryPlan:
     blocks: tuple[str, ...]
     steps: tuple[PlannedStep, ...]
     advice: tuple[str, ...]
+    in_segments: bool = False
 
     @property
     def step(self) -> PlannedStep:
@@ -74,10 +88,11 @@ class MemoryPlan:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of the blocks to compute again, for `kmp.recompute`."""
+        """The paths of the blocks to compute again, for `kmp.recompute`; see `__str__`."""
         return self.blocks[: self.step.blocks]
 
     def __str__(self) -> str:
+        """The steps, and the lines to write."""
         header = ["batch", "computed again", "GB by XLA", "operations"]
         rows = [
             [
@@ -88,11 +103,21 @@ class MemoryPlan:
             ]
             for step in self.steps
         ]
+        if any(step.memory for step in self.steps):
+            header.append("kmp.scaled")
+            for row, step in zip(rows, self.steps, strict=True):
+                row.append(step.memory)
         verdict = "fits" if self.fits else "does not fit"
         lines = [table([header, *rows], left=0), f"It {verdict} in {self.budget / 1e9:.3g} GB."]
+        if self.fits and self.step.memory:
+            lines.append(f"model.compile(kmp.scaled(..., {self.step.memory}), ...)")
         if self.fits and self.paths:
-            lines.append("kmp.recompute(model, lambda layer, path: path in plan.paths)")
+            chosen = "segments=plan.paths" if self.in_segments else _BY_PATH
+            lines.append(f"kmp.recompute(model, {chosen})")
         return "\n".join([*lines, *self.advice])
+
+
+_BY_PATH = "lambda layer, path: path in plan.paths"
 
 
 def memory_plan(
@@ -102,14 +127,20 @@ def memory_plan(
     budget: str | float,
     filter_fn: Callable[[Layer, str], bool] | None = None,
     device: Any = None,
+    segments: int | Sequence[str] | None = None,
 ) -> MemoryPlan:
     """Choose how many blocks to compute again, so that a training step fits in a budget.
 
     XLA plans the memory of a whole step before it runs: weights, slots, gradients, activations and
-    scratch space. The step is compiled with no block computed again, and with one of each kind.
-    What that saves is nearly the same for each further block, so the number that is needed is
-    known; that step is compiled too, and its number is XLA's own. Blocks are taken from the front:
-    the last are in memory anyway when the backward pass begins.
+    scratch space. The step is compiled with no block computed again, with the first, with the
+    second as well, and with one of each other kind. What that saves is nearly the same for each
+    further block, so the number that is needed is known; that step is compiled too, and its number
+    is XLA's own. Blocks are taken from the front:
+    the last are in memory anyway when the backward pass begins. A model without blocks is cut into
+    segments, as in `kmp.recompute`; they save in proportion to what their layers put out.
+
+    Computing again costs operations and changes no number. Only where all blocks are not enough,
+    the slots of the optimizer are planned in int8, or its remainders of bfloat16 weights too.
 
     Nothing runs, and the model stays as it is. Needs the JAX backend, and no accelerator: what it
     finds holds for PyTorch and TensorFlow in its order, not in its bytes.
@@ -123,6 +154,7 @@ def memory_plan(
         device: what to compile for: "t4", "l4", "h100" or "v5e", none of which has to be here, or a
             `jax.Device`. The default device if left out, which must not be a CPU. NVIDIA's need
             the extra `h100`, a TPU the extra `tpu`.
+        segments: how to cut the model, as in `kmp.recompute`.
 
     Returns:
         `MemoryPlan`; print it.
@@ -146,15 +178,18 @@ def memory_plan(
     """
     budget = _bytes_of(budget)
     _check(model, device)
-    blocks = blocks_of(model) if filter_fn is None else chosen_by(filter_fn, model)
+    pieces = chosen_pieces(model, filter_fn, segments, "memory_plan")
     build_for_training(model, x, y)
-    planner = _Planner(model, blocks, device)
-    before = [layer for layer in layers_of(model) if is_recomputed(layer)]
+    planner = _Planner(model, pieces, device)
+    before, policy, optimizer = recomputed_in(model), policy_in(model), model.optimizer
     try:
         advice = planner.plan(x, y, budget)
     finally:
-        recompute_only(before, model, backend)
-    return MemoryPlan(budget, tuple(map(path_of, blocks)), tuple(planner.steps), advice)
+        model.optimizer = optimizer
+        recompute_only(before, model, backend, policy)
+    in_segments = any(isinstance(piece, Segment) for piece in pieces)
+    names = tuple(x.last if isinstance(x, Segment) else path_of(x) for x in pieces)
+    return MemoryPlan(budget, names, tuple(planner.steps), advice, in_segments)
 
 
 class _Planner:
@@ -162,65 +197,107 @@ class _Planner:
 
     Args:
         model: built for training.
-        blocks: those that may be computed again, in the order of the model.
+        pieces: what may be computed again, in the order of the model.
         device: the device to compile for, or None.
     """
 
-    def __init__(self, model: keras.Model, blocks: Sequence[Layer], device: Any):
+    def __init__(self, model: keras.Model, pieces: Pieces, device: Any):
         self.steps: list[PlannedStep] = []
-        self._model, self._blocks, self._device = model, blocks, device
+        self._model, self._pieces, self._device = model, pieces, device
         self._operations: float | None = None  # of the first step, without recomputation
+        self._memory = ""  # what the optimizer is given instead of what it was compiled with
+        self._savings: list[float] | None = None  # of each piece
 
     def plan(self, x: Tree, y: Tree, budget: int) -> tuple[str, ...]:
         """Compile until a step is within the budget; if none is, return what else to do."""
-        step = self._with_first(0, x, y)
-        if step.bytes > budget and self._blocks:
-            savings = self._savings(x, y, step.bytes)
-            while step.bytes > budget and step.blocks < len(self._blocks):
-                number = self._enough(step.blocks, step.bytes - budget, savings)
-                step = self._with_first(number, x, y)
+        step = self._search(x, y, budget, 0)
+        now, ways = _state(self._model, _memory_of(self._model.optimizer)), _ways(self._model)
+        for words, memory in ways:
+            saved = now - _state(self._model, memory)
+            if step.bytes > budget >= step.bytes - saved:
+                self._take(words, memory)
+                step = self._search(x, y, budget, saved)
         if step.bytes <= budget:
             return ()
-        return (
-            self._smaller_batch(x, y, step.bytes, budget),
-            *_smaller_state(self._model, step, budget),
-        )
+        states = _smaller_state(self._model, step, budget)
+        batch = self._smaller_batch(x, y, step.bytes, budget)
+        if batch is None and not self._memory:
+            self._take(*ways[-1])
+            batch = self._smaller_batch(x, y, step.bytes, budget)
+        return (batch or "No smaller batch fits, not even of a single sample.", *states)
+
+    def _take(self, words: str, memory: HalfMemory) -> None:
+        """Plan with another optimizer from now on."""
+        self._memory, self._model.optimizer = words, _with_memory(self._model, memory)
+
+    def _search(self, x: Tree, y: Tree, budget: int, saved: int) -> PlannedStep:
+        """Compile with more and more pieces until it fits.
+
+        Args:
+            saved: what the optimizer as it is now saves of the first step.
+        """
+        whole = self._with_first(0, x, y) if not self.steps else self.steps[0]
+        if whole.bytes - saved <= budget or not self._pieces:
+            step = self._with_first(0, x, y)
+            number, excess = 0, step.bytes - budget
+        else:
+            number, excess, step = 0, whole.bytes - saved - budget, None
+        while excess > 0 and number < len(self._pieces):
+            number = self._enough(number, excess, self._savings_of_each(x, y))
+            step = self._with_first(number, x, y)
+            excess = step.bytes - budget
+        assert step is not None
+        return step
 
     def _with_first(self, number: int, x: Tree, y: Tree) -> PlannedStep:
-        """The step with the first so many blocks computed again, which is noted."""
-        done = [step for step in self.steps if step.blocks == number]
-        if not done:
-            self.steps.append(self._compile(self._blocks[:number], x, y))
-        return done[0] if done else self.steps[-1]
+        """The step with the first so many pieces computed again, which is noted."""
+        for step in self.steps:
+            if (step.blocks, step.memory) == (number, self._memory):
+                self.steps.remove(step)
+                self.steps.append(step)  # the last is the plan
+                return step
+        self.steps.append(self._compile(self._pieces[:number], x, y))
+        return self.steps[-1]
 
-    def _compile(self, blocks: Sequence[Layer], x: Tree, y: Tree) -> PlannedStep:
-        recompute_only(blocks, self._model, backend)
+    def _compile(self, pieces: Pieces, x: Tree, y: Tree) -> PlannedStep:
+        recompute_only(pieces, self._model, backend)
         planned = backend.planned_step(self._model, x, y, self._device)
         assert planned is not None
         self._operations = self._operations or planned.operations
         share = planned.operations / self._operations
-        return PlannedStep(_samples(x), len(blocks), planned.bytes, share)
+        return PlannedStep(_samples(x), len(pieces), planned.bytes, share, self._memory)
 
-    def _savings(self, x: Tree, y: Tree, whole: int) -> dict[Any, int]:
-        """The bytes that one block of each kind saves."""
-        savings: dict[Any, int] = {}
-        for i, block in enumerate(self._blocks):
-            kind = _kind_of(block)
-            if kind not in savings:
-                step = self._compile([block], x, y) if i else self._with_first(1, x, y)
-                savings[kind] = max(whole - step.bytes, 0)
-        return savings
+    def _savings_of_each(self, x: Tree, y: Tree) -> list[float]:
+        """The bytes that each piece should save: as much as one like it that has been compiled.
 
-    def _enough(self, number: int, excess: int, savings: dict[Any, int]) -> int:
-        """How many blocks should save `excess` bytes more than the first `number` do."""
-        for i, block in enumerate(self._blocks[number:], number + 1):
-            excess -= savings[_kind_of(block)]
+        The first has the input of the model, which is kept anyway, so that the second is compiled
+        too if it is like the first; others of its kind save as much for their size.
+        """
+        if self._savings is None:
+            whole, one = self.steps[0].bytes, self._with_first(1, x, y).bytes
+            kinds = [_kind_of(each) for each in self._pieces]
+            sizes = [_size_of(each) for each in self._pieces]
+            rates = {kinds[0]: max(whole - one, 0) / sizes[0]}
+            if kinds[1:2] == kinds[:1]:
+                rates[kinds[0]] = max(one - self._with_first(2, x, y).bytes, 0) / sizes[1]
+            for piece, kind, size in zip(self._pieces, kinds, sizes, strict=True):
+                if kind not in rates:
+                    alone = self._compile([piece], x, y).bytes
+                    rates[kind] = max(whole - alone, 0) / size
+            self._savings = [rates[kind] * size for kind, size in zip(kinds, sizes, strict=True)]
+            self._savings[0] = max(whole - one, 0)
+        return self._savings
+
+    def _enough(self, number: int, excess: float, savings: Sequence[float]) -> int:
+        """How many pieces should save `excess` bytes more than the first `number` do."""
+        for i, saved in enumerate(savings[number:], number + 1):
+            excess -= saved
             if excess <= 0:
                 return i
-        return len(self._blocks)
+        return len(savings)
 
-    def _smaller_batch(self, x: Tree, y: Tree, whole: int, budget: int) -> str:
-        """The largest half, quarter, ... of the batch that fits.
+    def _smaller_batch(self, x: Tree, y: Tree, whole: int, budget: int) -> str | None:
+        """The largest half, quarter, ... of the batch that fits; None if none does.
 
         `whole` are the bytes with all of it. A sample takes nearly as many in any batch, so that
         few sizes need to be compiled.
@@ -231,43 +308,82 @@ class _Planner:
             size //= 2
             if whole - a_sample * (samples - size) > budget and size > 1 and a_sample:
                 continue
-            found = self._compile(self._blocks, *_first((x, y), size)).bytes
+            found = self._compile(self._pieces, *_first((x, y), size)).bytes
             if found <= budget:
+                also = f" with kmp.scaled(..., {self._memory})" if self._memory else ""
                 return (
-                    f"A batch of {size} fits, at {_gigabytes(found)} by XLA: with as many more "
-                    "gradient_accumulation_steps, which keep a copy of the gradients, the updates "
-                    "are those of this batch."
+                    f"A batch of {size} fits{also}, at {_gigabytes(found)} by XLA: with as many "
+                    "more gradient_accumulation_steps, which keep a copy of the gradients, the "
+                    "updates are those of this batch."
                 )
-            a_sample = (whole - found) / (samples - size)
-        return "No smaller batch fits, not even of a single sample."
+            a_sample = max((whole - found) / (samples - size), 0)
+        return None
+
+
+# What the optimizer may keep in less; what changes least comes first.
+_SLOTS = 'slot_dtype="int8"'
+_REMAINDERS = f"{_SLOTS}, master_weights=24"
+
+
+def _ways(model: keras.Model) -> list[tuple[str, HalfMemory]]:
+    """Arguments of `kmp.scaled` that make weights and slots of this dtype smaller."""
+    memory = _memory_of(model.optimizer) or HalfMemory()
+    found = [(_SLOTS, dataclasses.replace(memory, slot_dtype="int8"))]
+    if memory.master_weights and any(v.dtype == "bfloat16" for v in model.trainable_variables):
+        smallest = dataclasses.replace(memory, slot_dtype="int8", master_weights=24)
+        found.append((_REMAINDERS, smallest))
+    return found
+
+
+def _memory_of(optimizer: Any) -> HalfMemory | None:
+    return getattr(optimizer, "half_memory", None)
+
+
+def _with_memory(model: keras.Model, memory: HalfMemory) -> LossScaleOptimizer:
+    """The optimizer of a model as `kmp.scaled` makes it with these arguments, and built."""
+    optimizer, arguments = model.optimizer, dataclasses.asdict(memory)
+    if isinstance(optimizer, LossScaleOptimizer):
+        other = type(optimizer).from_config({**optimizer.get_config(), **arguments})
+    else:
+        inner = inner_optimizer_of(optimizer)
+        rule = "none" if inner is optimizer else "dynamic"
+        other = scaled(type(inner).from_config(inner.get_config()), rule, **arguments)
+    other.build(model.trainable_variables)
+    return other
+
+
+def _state(model: keras.Model, memory: HalfMemory | None) -> int:
+    """Bytes of weights and slots with their dtype."""
+    floats = [v.dtype for v in model.trainable_variables]
+    half = bool(floats) and all(dtype == "bfloat16" for dtype in floats)
+    return state_bytes(model, "bfloat16" if half else "float32", memory)
 
 
 def _smaller_state(model: keras.Model, step: PlannedStep, budget: int) -> list[str]:
     """What weights and slots in fewer bytes would save of a step."""
-    now = sum(bytes_of(v.shape, v.dtype) for v in model.variables + model.optimizer.variables)
-    lines = []
-    for way, dtype, memory in _WAYS:
-        saved = now - state_bytes(model, dtype, memory)
-        if saved > 0:
-            left = step.bytes - saved
+    now, lines = _state(model, _memory_of(model.optimizer)), []
+    small = HalfMemory(slot_dtype="int8", master_weights=24)
+    ways = [(f"kmp.scaled(..., {words})", _state(model, memory)) for words, memory in _ways(model)]
+    in_half = state_bytes(model, "bfloat16", small)
+    ways.append((f'The policy "bfloat16" and kmp.scaled(..., {_REMAINDERS})', in_half))
+    for words, state in ways:
+        left = step.bytes - (now - state)
+        if left < step.bytes:
             verdict = "which fits" if left <= budget else "which is still too much"
-            lines.append(f"{way}: about {_gigabytes(left)}, {verdict}.")
+            lines.append(f"{words}: about {_gigabytes(left)}, {verdict}.")
     return lines
 
 
-_WAYS = (
-    ('kmp.scaled(..., slot_dtype="int8")', "float32", HalfMemory(slot_dtype="int8")),
-    (
-        'The policy "bfloat16" and kmp.scaled(..., slot_dtype="int8", master_weights=24)',
-        "bfloat16",
-        HalfMemory(slot_dtype="int8", master_weights=24),
-    ),
-)
+def _kind_of(piece: Layer | Segment) -> Any:
+    """Equal for pieces that save as much for their size."""
+    if isinstance(piece, Segment):
+        return Segment
+    return type(piece), tuple((tuple(v.shape), v.dtype) for v in piece.weights)
 
 
-def _kind_of(block: Layer) -> Any:
-    """Equal for blocks that save as much."""
-    return type(block), tuple((tuple(v.shape), v.dtype) for v in block.weights)
+def _size_of(piece: Layer | Segment) -> int:
+    """Of a segment, what it keeps for the gradient unless it is computed again."""
+    return piece.saved if isinstance(piece, Segment) else 1
 
 
 def _samples(x: Tree) -> int:

@@ -3,7 +3,12 @@
 from kmp.models.auditing import AuditReport, Finding, audit
 from kmp.models.convert import to_mixed_precision
 from kmp.models.quantization import freeze_observers, quantize_aware, to_int8
-from kmp.models.recomputation import RecomputedBlock, RecomputeReport, recompute
+from kmp.models.recomputation import (
+    RecomputedBlock,
+    RecomputedSegment,
+    RecomputeReport,
+    recompute,
+)
 from kmp.models.report import ConversionReport, LayerConversion
 
 __all__ = [
@@ -13,6 +18,7 @@ __all__ = [
     "LayerConversion",
     "RecomputeReport",
     "RecomputedBlock",
+    "RecomputedSegment",
     "audit",
     "freeze_observers",
     "quantize_aware",

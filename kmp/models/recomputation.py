@@ -1,9 +1,9 @@
-"""Gradient checkpointing: blocks of a model are computed again instead of kept in memory."""
+"""Gradient checkpointing: parts of a model are computed again instead of kept in memory."""
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from keras import Layer, Model
 from keras.layers import InputLayer
@@ -11,7 +11,8 @@ from keras.layers import InputLayer
 from kmp._backend import backend
 from kmp._common import table
 from kmp._keras import check_model, layers_of, path_of
-from kmp._keras.blocks import blocks_of, chosen_by, recompute_only
+from kmp._keras.blocks import chosen_pieces, recompute_only
+from kmp._keras.segments import Segment
 
 
 class RecomputedBlock(NamedTuple):
@@ -30,30 +31,52 @@ class RecomputedBlock(NamedTuple):
     parameters: int
 
 
+class RecomputedSegment(NamedTuple):
+    """One segment of a graph that is computed again: layers that run one after another.
+
+    Attributes:
+        path: str, the name of its last layer. What that puts out is kept.
+        first: str, the name of its first layer.
+        layers: int, the layers in it, at any depth.
+        parameters: int, the numbers in their weights.
+    """
+
+    path: str
+    first: str
+    layers: int
+    parameters: int
+
+
 @dataclasses.dataclass(frozen=True)
 class RecomputeReport:
     """What `kmp.recompute` did; it prints as a table.
 
     Attributes:
-        rows: tuple of `RecomputedBlock`, in the order of the model's layers.
+        rows: tuple of `RecomputedBlock` in the order of the model's layers, or of
+            `RecomputedSegment` in the order in which they run.
     """
 
-    rows: tuple[RecomputedBlock, ...]
+    rows: tuple[RecomputedBlock | RecomputedSegment, ...]
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of the blocks."""
+        """The paths of the blocks, or the names with which the segments end."""
         return tuple(row.path for row in self.rows)
 
     def __str__(self) -> str:
         if not self.rows:
             return "no block is computed again"
-        header = ("block", "class", "layers inside", "parameters")
+        of_blocks = isinstance(self.rows[0], RecomputedBlock)
+        names = ("block", "class") if of_blocks else ("segment up to", "from")
+        header = (*names, "layers inside", "parameters")
         return table([header, *(tuple(map(str, row)) for row in self.rows)], left=2)
 
 
 def recompute(
-    model: Model, filter_fn: Callable[[Layer, str], bool] | None = None
+    model: Model,
+    filter_fn: Callable[[Layer, str], bool] | None = None,
+    segments: int | Sequence[str] | None = None,
+    policy: Any = None,
 ) -> RecomputeReport:
     """Checkpoint the gradient: keep only the inputs of blocks, and compute what is inside twice.
 
@@ -65,6 +88,10 @@ def recompute(
     Moving statistics, seeds, metrics and `add_loss` are updated once. So the weights after training
     are those of the same run without it, bit for bit, on PyTorch and on TensorFlow without XLA.
     Under XLA, so on JAX, its compiler may round half precision in other places.
+
+    A model without blocks, such as those of `keras.applications`, is cut into segments, where
+    little is handed on from one layer to the next. All but the last are computed again: what that
+    one keeps is needed as soon as the gradient begins.
 
     The model is changed in place. It trains in `fit`, `train_on_batch` and loops of your own, under
     any policy and with everything else in kmp; its files are those of a model without it. The last
@@ -80,14 +107,28 @@ def recompute(
         filter_fn: called with each layer and its path, from the outside in. A layer is computed
             again if it returns True, and is not asked about the layers inside it then. If left out,
             the blocks are the outermost layers with weights that have layers inside them, such as
-            an encoder's `TransformerEncoder`s. A model in the model is one only if it has none.
+            an encoder's `TransformerEncoder`s. A model in the model is one only if it has none. A
+            Functional or Sequential model is cut into segments if its blocks put out less than half
+            of what all layers do, and one in the model that is the only block.
+        segments: cut the model into segments, whether it has blocks or not: a whole number of at
+            least 2, the most that there may be; or the names of layers, with each of which a
+            segment ends. What comes after the last of these is kept. Only a Functional or
+            Sequential model can be cut; of a model in the model, the one that calls most layers is.
+
+        policy: what is kept inside all the same: more memory, fewer operations. "dots_saveable":
+            the results of matrix products and convolutions. On JAX also other names of
+            `jax.checkpoint_policies` that end in "_saveable", or a function as there; on PyTorch
+            what `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes. TensorFlow
+            has none.
 
     Returns:
         `RecomputeReport`, one row a block; the model is the same object.
 
     Raises:
         TypeError: if `model` is no Keras model, or `filter_fn` cannot be called.
-        ValueError: if the model is not built, or `filter_fn` is left out and it has no blocks.
+        ValueError: if the model is not built; it has no blocks and cannot be cut either;
+            `segments` is neither a whole number of at least 2 nor names of layers that it calls
+            once; `filter_fn` is given, too; or `policy` is none of the backend.
 
     Example:
 
@@ -101,27 +142,37 @@ def recompute(
     >>> len(report.paths)
     2
 
+    A model without blocks:
+
+    >>> stack = [keras.layers.Dense(8, name=f"dense{i}") for i in range(9)]
+    >>> model = keras.Sequential([keras.Input((8,)), *stack])
+    >>> print(recompute(model))
+    segment up to  from    layers inside  parameters
+    dense2         dense0              3         216
+    dense5         dense3              3         216
+    >>> recompute(model, segments=["dense2"]).paths  # only the first
+    ('dense2',)
+
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). `keras.RematScope`
     has the same purpose; see docs/limits.md for what it does to dropout and statistics.
     """
     check_model(model, "recompute")
-    if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(
-            "`filter_fn` of recompute must be a function of a layer and its path. Received: "
-            f"{filter_fn!r}. Write lambda layer, path: 'encoder' in path, for example."
-        )
-    blocks = blocks_of(model) if filter_fn is None else chosen_by(filter_fn, model)
-    if filter_fn is None and not blocks:
+    pieces = chosen_pieces(model, filter_fn, segments)
+    if not pieces and filter_fn is None and segments is None:
         raise ValueError(
-            "`model` of recompute must have blocks: layers with weights that have layers inside "
-            f"them. Received: {model.name!r}, which has none. Choose layers by filter_fn, or build "
+            "`model` of recompute must have blocks, layers with weights that have layers inside "
+            "them, or be a Functional or Sequential model of several layers. Received: "
+            f"{model.name!r}, which has none and is none. Choose layers by filter_fn, or build "
             "each part that is to be computed again as a keras.Sequential or a layer of your own."
         )
-    recompute_only(blocks, model, backend)
-    return RecomputeReport(tuple(map(_row_of, blocks)))
+    chosen = None if policy is None else backend.recompute_policy(policy)
+    recompute_only(pieces, model, backend, chosen)
+    return RecomputeReport(tuple(map(_row_of, pieces)))
 
 
-def _row_of(block: Layer) -> RecomputedBlock:
-    inside = [layer for layer in layers_of(block)[1:] if not isinstance(layer, InputLayer)]
-    parameters = sum(math.prod(v.shape) for v in block.weights)
-    return RecomputedBlock(path_of(block), type(block).__name__, len(inside), parameters)
+def _row_of(piece: Layer | Segment) -> RecomputedBlock | RecomputedSegment:
+    parameters = sum(math.prod(v.shape) for v in piece.weights)
+    if isinstance(piece, Segment):
+        return RecomputedSegment(piece.last, piece.first, len(piece.layers), parameters)
+    inside = [layer for layer in layers_of(piece)[1:] if not isinstance(layer, InputLayer)]
+    return RecomputedBlock(path_of(piece), type(piece).__name__, len(inside), parameters)

@@ -9,7 +9,9 @@ import pytest
 import kmp
 from kmp._backend import backend
 from kmp._backend.types import PlannedProgram
+from kmp._keras.blocks import recomputed_in
 from kmp._keras.recompute import is_recomputed
+from kmp._keras.training import build_for_training
 
 X = np.zeros((8, 16), "float32")
 
@@ -31,7 +33,10 @@ def recomputed(model):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """A compiler whose plan is `1000 - 100` a block that is computed again, or what is set."""
+    """A compiler for which activations take `1000 - 100` a block that is computed again.
+
+    Or less what `saves` says. Weights and slots come on top, as many bytes as they are.
+    """
     compiled = []
 
     def saves(model):
@@ -41,7 +46,8 @@ def planned(monkeypatch):
         size = keras.tree.flatten(x)[0].shape[0]
         again = sum(recomputed(model))
         compiled.append((size, again))
-        return PlannedProgram((1000 - planned_step.saves(model)) * size // 8, 10.0 + again)
+        activations = (1000 - planned_step.saves(model)) * size // 8
+        return PlannedProgram(held(model) + activations, 10.0 + again)
 
     planned_step.saves, planned_step.compiled = saves, compiled
     monkeypatch.setattr(backend, "planned_step", planned_step)
@@ -51,22 +57,33 @@ def planned(monkeypatch):
 pytestmark = pytest.mark.only("jax")
 
 
+def held(model):
+    """Bytes of weights and slots."""
+    return sum(v.value.nbytes for v in [*model.variables, *model.optimizer.variables])
+
+
 def plan_of(model, budget, **arguments):
     return kmp.debug.memory_plan(model, X, X, budget, device="h100", **arguments)
 
 
+def plan_above(model, activations, **arguments):
+    """The plan for a budget of weights, slots and so many bytes."""
+    build_for_training(model, X, X)
+    return plan_of(model, held(model) + activations, **arguments)
+
+
 def test_a_step_that_fits_is_left_alone(planned):
-    plan = plan_of(make_model(), 1000)
+    plan = plan_above(make_model(), 1000)
     assert (plan.fits, plan.paths, plan.advice) == (True, (), ())
     assert planned.compiled == [(8, 0)]
 
 
 def test_the_first_blocks_are_taken_until_it_fits(planned):
     model = make_model()
-    plan = plan_of(model, 600)
-    assert plan.fits and plan.step == (8, 4, 600, 1.4)
+    plan = plan_above(model, 600)
+    assert plan.fits and plan.step == (8, 4, held(model) + 600, 1.4, "")
     assert plan.paths == tuple(layer.path for layer in model.layers[1:5])
-    assert planned.compiled == [(8, 0), (8, 1), (8, 4)]  # one of each kind, then the plan
+    assert planned.compiled == [(8, 0), (8, 1), (8, 2), (8, 4)]  # two of a kind, then the plan
     assert not any(recomputed(model))
     kmp.recompute(model, lambda layer, path: path in plan.paths)
     assert recomputed(model) == [False] + [True] * 4 + [False] * 2
@@ -76,9 +93,9 @@ def test_where_later_blocks_save_less_more_are_taken(planned):
     planned.saves = lambda model: (
         100 * min(sum(recomputed(model)), 2) + 50 * max(sum(recomputed(model)) - 2, 0)
     )
-    plan = plan_of(make_model(), 660)
+    plan = plan_above(make_model(), 660)
     assert plan.fits and plan.step.blocks == 5
-    assert planned.compiled == [(8, 0), (8, 1), (8, 4), (8, 5)]
+    assert planned.compiled == [(8, 0), (8, 1), (8, 2), (8, 4), (8, 5)]
 
 
 def test_blocks_of_several_kinds_save_each_its_own(planned):
@@ -92,36 +109,122 @@ def test_blocks_of_several_kinds_save_each_its_own(planned):
     planned.saves = lambda model: sum(
         (10 if layer in small else 100) for layer in model.layers if is_recomputed(layer)
     )
-    plan = plan_of(model, 800)
+    plan = plan_above(model, 800)
     assert plan.fits and plan.step.blocks == 5  # 30 of the small ones, 200 of two large ones
-    assert planned.compiled == [(8, 0), (8, 1), (8, 1), (8, 5)]
+    assert planned.compiled == [(8, 0), (8, 1), (8, 2), (8, 1), (8, 5)]
+
+
+def in_int8(model, **options):
+    """Bytes of weights and slots with slots in int8."""
+    other = keras.models.clone_model(model)
+    other.compile(kmp.scaled("adam", slot_dtype="int8", **options), "mse")
+    build_for_training(other, X, X)
+    return held(other)
+
+
+def test_where_all_blocks_are_not_enough_slots_are_int8_and_fewer_blocks_do(planned):
+    model = make_model()
+    optimizer = model.optimizer
+    build_for_training(model, X, X)
+    saved = held(model) - in_int8(model)
+    planned.saves = lambda model: saved // 4 * sum(recomputed(model)) // 6
+    plan = plan_above(model, 1000 - saved - saved // 9)
+    assert plan.fits and plan.step.memory == 'slot_dtype="int8"' and plan.step.blocks == 3
+    assert plan.step.bytes == in_int8(model) + 1000 - saved // 4 * 3 // 6
+    assert planned.compiled == [(8, 0), (8, 1), (8, 2), (8, 6), (8, 3)]
+    *_, memory, blocks = str(plan).splitlines()
+    assert memory == 'model.compile(kmp.scaled(..., slot_dtype="int8"), ...)'
+    assert blocks == "kmp.recompute(model, lambda layer, path: path in plan.paths)"
+    assert model.optimizer is optimizer
+
+
+@pytest.mark.parametrize("optimizer", ["adam", keras.optimizers.LossScaleOptimizer])
+def test_an_optimizer_of_keras_is_planned_in_int8_too(planned, optimizer):
+    model = make_model()
+    given = optimizer if isinstance(optimizer, str) else optimizer(keras.optimizers.Adam())
+    model.compile(given, "mse")
+    plan = plan_of(model, in_int8(model) + 500)
+    assert plan.fits and plan.step.memory == 'slot_dtype="int8"'
+    assert plan.step.bytes <= in_int8(model) + 500
+
+
+def test_remainders_of_bfloat16_weights_are_made_smaller_last(planned):
+    keras.config.set_dtype_policy("bfloat16")
+    model = make_model()
+    keras.config.set_dtype_policy("float32")
+    model.compile(kmp.scaled("adam", slot_dtype="int8", master_weights=True), "mse")
+    smallest = in_int8(model, master_weights=24)
+    plan = plan_of(model, smallest + 400)
+    assert plan.fits and plan.step.memory == 'slot_dtype="int8", master_weights=24'
+    assert not plan_of(model, smallest + 390).fits
 
 
 def test_what_does_not_fit_is_told_what_else_there_is(planned):
-    plan = plan_of(make_model(), 150)
+    planned.saves = lambda model: -(10**6)
+    model = make_model()
+    plan = plan_above(model, 3 * 10**5)
     assert not plan.fits and plan.step.blocks == 6
     batch, *states = plan.advice
-    assert "A batch of 2 fits" in batch
-    assert planned.compiled[3:] == [(4, 6), (2, 6)]
+    assert "A batch of 2 fits, at" in batch
+    assert planned.compiled[4:] == [(4, 6), (2, 6)]
     assert 'slot_dtype="int8"' in states[0] and "bfloat16" in states[1]
     assert "does not fit" in str(plan)
 
 
-def test_a_model_without_blocks_gets_the_advice_alone(planned):
+def test_a_smaller_batch_may_need_slots_in_int8(planned):
+    planned.saves = lambda model: -(10**6)
+    model = make_model()
+    plan = plan_of(model, in_int8(model) + 130_000)
+    assert not plan.fits
+    assert plan.advice[0].startswith('A batch of 1 fits with kmp.scaled(..., slot_dtype="int8")')
+
+
+def test_a_layer_alone_gets_the_advice_alone(planned):
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16)])
     model.compile(kmp.scaled("adam"), "mse")
     plan = plan_of(model, 100)
     assert not plan.fits and plan.paths == () and len(plan.advice) >= 2
-    del planned.compiled[:]
-    assert "No smaller batch" in plan_of(model, 10).advice[0]
-    assert planned.compiled == [(8, 0), (4, 0), (1, 0)]
+    assert "No smaller batch" in plan.advice[0]
+    assert planned.compiled[0] == (8, 0)
+
+
+def flat_model():
+    keras.utils.set_random_seed(0)
+    stack = [keras.layers.Dense(16, "tanh", name=f"dense{i}") for i in range(16)]
+    model = keras.Sequential([keras.Input((16,)), *stack])
+    model.compile(kmp.scaled("adam"), "mse")
+    return model
+
+
+def test_a_model_without_blocks_is_planned_in_segments(planned):
+    """Of 16 equal layers segments of 4 are best: each saves three outputs, the last is left."""
+    planned.saves = lambda model: sum(100 * (len(x.nodes) - 1) for x in recomputed_in(model))
+    model = flat_model()
+    plan = plan_above(model, 300)
+    assert plan.blocks == ("dense3", "dense7", "dense11")
+    assert plan.fits and plan.paths == ("dense3", "dense7", "dense11")
+    assert [step.bytes - held(model) for step in plan.steps] == [1000, 700, 400, 100]
+    assert recomputed_in(model) == []
+    assert str(plan).splitlines()[-1] == "kmp.recompute(model, segments=plan.paths)"
+    assert kmp.recompute(model, segments=plan.paths).paths == plan.paths
+    assert plan_above(model, 700).paths == ("dense3",)
+    assert len(recomputed_in(model)) == 3  # as before the plan
+
+
+def test_segments_are_chosen_as_in_recompute(planned):
+    model = make_model()
+    names = [layer.name for layer in model.layers]
+    plan = plan_above(model, 1000, segments=[names[2], names[4]])
+    assert plan.blocks == (names[2], names[4])
+    with pytest.raises(ValueError, match="of memory_plan must be a whole number"):
+        plan_above(model, 1000, segments=1)
 
 
 def test_blocks_that_were_computed_again_still_are(planned):
     model = make_model()
     kmp.recompute(model, lambda layer, path: layer in model.layers[2:4])
     before = recomputed(model)
-    plan_of(model, 600)
+    plan_above(model, 600)
     assert recomputed(model) == before
 
 

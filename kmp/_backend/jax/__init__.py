@@ -199,8 +199,20 @@ class JaxBackend(Backend):
         function.defvjp(run, lambda kept, gradients: tuple(backward(*kept, gradients)))
         return function(*inputs)
 
-    def recompute(self, function: Callable[..., TwoLists], inputs: Sequence[Tensor]) -> TwoLists:
-        return jax.checkpoint(function)(*inputs)
+    def recompute(
+        self, function: Callable[..., TwoLists], inputs: Sequence[Tensor], policy: Any = None
+    ) -> TwoLists:
+        return jax.checkpoint(function, policy=policy)(*inputs)
+
+    def recompute_policy(self, policy: Any) -> Any:
+        policies = jax.checkpoint_policies
+        names = [name for name in dir(policies) if name.endswith("_saveable")]
+        if callable(policy) or policy in names:
+            return policy if callable(policy) else getattr(policies, policy)
+        raise ValueError(
+            "`policy` of recompute must be a function as in jax.checkpoint_policies, or one of "
+            f'{", ".join(names)}. Received: policy={policy!r}. Write policy="dots_saveable".'
+        )
 
     def constant(self, values: Any) -> Tensor:
         return jax.device_put(values)  # `jnp.asarray` and Keras's conversion are programs

@@ -298,7 +298,9 @@ class TensorFlowBackend(Backend):
 
         return function(*inputs)
 
-    def recompute(self, function: Callable[..., TwoLists], inputs: Sequence[Tensor]) -> TwoLists:
+    def recompute(
+        self, function: Callable[..., TwoLists], inputs: Sequence[Tensor], policy: Any = None
+    ) -> TwoLists:
         # As `tf.recompute_grad`, which takes no booleans, and hands on zeros for no gradient. The
         # others must not leave by `custom_gradient`: it passes all that leaves through one
         # operation, by which Grappler then takes reads of a variable to precede its assignment. It

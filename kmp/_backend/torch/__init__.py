@@ -1,5 +1,6 @@
 """The PyTorch side of `kmp._backend`."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ import keras
 import numpy as np
 import torch
 from keras import ops
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from kmp._backend.base import (
     MURMUR3,
@@ -206,10 +207,27 @@ class TorchBackend(Backend):
     ) -> Sequence[Tensor]:
         return _CustomGradient.apply(forward, backward, *inputs)
 
-    def recompute(self, function: Callable[..., TwoLists], inputs: Sequence[Tensor]) -> TwoLists:
+    def recompute(
+        self, function: Callable[..., TwoLists], inputs: Sequence[Tensor], policy: Any = None
+    ) -> TwoLists:
         if not torch.is_grad_enabled():
             return function(*inputs)
-        return checkpoint(function, *inputs, use_reentrant=False)
+        contexts: dict[str, Any] = {}
+        if policy is not None:
+            contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(function, *inputs, use_reentrant=False, **contexts)
+
+    def recompute_policy(self, policy: Any) -> Any:
+        if policy == "dots_saveable":
+            names = "mm", "addmm", "bmm", "baddbmm", "convolution"
+            return [getattr(torch.ops.aten, name).default for name in names]
+        if callable(policy) or isinstance(policy, list):
+            return policy
+        raise ValueError(
+            '`policy` of recompute must be "dots_saveable", or a function or list as '
+            "torch.utils.checkpoint.create_selective_checkpoint_contexts takes. Received: "
+            f'policy={policy!r}. Write policy="dots_saveable".'
+        )
 
     def untraced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compiler.disable(function)
