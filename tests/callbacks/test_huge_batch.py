@@ -201,6 +201,17 @@ def test_what_slots_remember(case, held, losses, at_end, speaks):
         assert found.advice.startswith("Compile the model with a new optimizer, or begin again, or")
 
 
+def test_a_bad_row_that_each_epoch_meets_once_is_no_kind_of_data():
+    detector = HugeBatch()
+    report = kmp.GradientReport(("w",), np.ones((1, 5), "float32"), 1.0, 100, 0, 0)
+    epoch = [*LEVEL, 121.0, *LEVEL]
+    looks = [
+        look_at(report, run=Remembers(31.0), new_losses=epoch, losses={"loss": 1.0})
+        for _ in range(3)
+    ]
+    assert all(detector.see(look) for look in looks)
+
+
 def test_another_fit_begins_anew():
     detector = HugeBatch()
     report = kmp.GradientReport(("w",), np.ones((1, 5), "float32"), 1.0, 90, 0, 0)

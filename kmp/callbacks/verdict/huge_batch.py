@@ -42,9 +42,9 @@ class HugeBatch(Detector):
 
     The losses since are higher than before it, by their medians, to which further rare batches are
     nothing, and by their ranks. Or the optimizer's slots still hold its gradient: Lion goes on in
-    its direction, and Adam divides by its size. That counts unless such batches come again, as
-    where rare labels weigh much. If all losses are about as high from then on, the data have
-    changed, or training diverges.
+    its direction, and Adam divides by its size. That counts unless an epoch has several such
+    batches, as where rare labels weigh much; one bad row is met once in each epoch. If all losses
+    are about as high from then on, the data have changed, or training diverges.
     """
 
     def __init__(self):
@@ -52,7 +52,8 @@ class HugeBatch(Detector):
 
     def _begin_fit(self, start: GradientReport | None) -> None:
         self._fit_start = start
-        self._comes_again = False  # whether the data bring such batches
+        self._in_epoch = 0  # huge batches since the last epoch's end
+        self._are_usual = False  # whether an epoch has had several
         self._forget(())
 
     def _forget(self, before: Iterable[float]) -> None:
@@ -67,6 +68,9 @@ class HugeBatch(Detector):
             self._begin_fit(look.fit_start)
         for i, loss in enumerate(look.new_losses, start=1):
             self._take(loss, look.report.step - len(look.new_losses) + i)
+        self._are_usual = self._are_usual or self._in_epoch > 1
+        if look.is_epoch_end:
+            self._in_epoch = 0
         if self._batch is None or len(self._since) < _SINCE:
             return None
         for path, norm in look.report.column("l2_norm").items():
@@ -96,7 +100,7 @@ class HugeBatch(Detector):
 
     def _remembered(self, look: Observation) -> tuple[str, str] | None:
         """The same if the optimizer's slots hold far larger gradients than came since."""
-        if self._comes_again or not look.is_epoch_end:
+        if self._are_usual or not look.is_epoch_end:
             return None
         slots = look.run.remembered_gradients()
         times = [slots[x] / norm for x, norm in self._norms.items() if norm and x in slots]
@@ -116,9 +120,10 @@ class HugeBatch(Detector):
             if loss < _AS_HUGE * self._batch.loss:
                 self._since.append(loss)
             else:
-                self._comes_again = True
+                self._in_epoch += 1
         elif len(self._before) >= _BEFORE and loss > _HUGE * max(self._before):
             self._batch = _Batch(step, loss, loss / max(self._before))
+            self._in_epoch += 1
         else:
             self._before.append(loss)
 
