@@ -76,7 +76,9 @@ def test_a_learning_rate_next_to_nothing_in_bfloat16(memory):
     assert watch.report.step == STEPS
     assert watch.verdict.state == "STALLED" and "the learning rate is 1e-11" in watch.verdict.reason
     assert "Raise it" in watch.verdict.advice
-    assert math.isnan(watch._ratio)  # the kernels stand still; biases of zero say nothing of them
+    # The kernels stand still: NaN, or next to nothing where rounding at random has moved a number.
+    # The biases, which began at zero, say nothing of them.
+    assert math.isnan(watch._ratio) or (not memory and watch._ratio < -9)
 
 
 @pytest.mark.parametrize("window", [None, 4])
