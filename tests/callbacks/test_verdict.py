@@ -1,6 +1,7 @@
 """The verdict on planted runs of real `fit`, and where each limit lies."""
 
 import dataclasses
+import itertools
 import re
 
 import keras
@@ -259,6 +260,17 @@ def test_overflows_are_told_from_those_that_the_scale_costs_itself(rule, own):
 
     assert state(own) == "HEALTHY"
     assert state(180) == "UNSTABLE"
+
+
+@pytest.mark.parametrize("steps, state", [(64, "UNSTABLE"), (80, "UNSTABLE"), (110, "HEALTHY")])
+def test_an_overflow_in_each_epoch_is_told_above_the_limit(steps, state):
+    """As by one rare sample with a large weight, which is never learned. The limit is 1%."""
+    ends = [after(steps * epoch, epoch) for epoch in range(10)]
+    looks = [
+        look_at(end, rule=kmp.DynamicLossScale(), epoch_start=start, losses={"loss": 1.0})
+        for start, end in itertools.pairwise(ends)
+    ]
+    assert verdict_on(*looks).state == state
 
 
 def test_the_shares_are_computed_once_a_look(monkeypatch):

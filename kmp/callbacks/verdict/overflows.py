@@ -12,8 +12,8 @@ from kmp.scaling.rules import DynamicLossScale, NoOpLossScale
 
 _IN_A_ROW = 20  # overflows: from 2**15, the scale has sunk below 1
 _NOTHING_APPLIED = 30  # steps of an epoch that was skipped as a whole
-_WINDOW = 200  # steps that the rate of overflows is taken over
 _OFTEN = 5  # overflows of which a few are nothing
+_WINDOW = 500  # steps that the rate of overflows is taken over: that often is 1% of them
 # Overflows a step: what the growth of the scale costs by itself, by default.
 _LEAST_RATE = 1 / DynamicLossScale.growth_interval
 

@@ -109,7 +109,7 @@ class Limits:
             true units. The run is UNSTABLE if the norm is also 100 times its smallest since step
             100, or updates exceed `max_update_ratio`: some losses have large gradients throughout.
         max_overflow_rate: float, share of skipped steps above which a run is UNSTABLE, after the
-            first 100 steps, among the last 200. At least 5 steps are needed as well, and five times
+            first 100 steps, among the last 500. At least 5 steps are needed as well, and five times
             the share that the rule itself costs (about 1 / `growth_interval`) or, if that is less,
             the middle between that share and 1. Overflows at the floor of the scale, to which no
             growth leads, count from a share of 1 / 2000 on. Also the share of an epoch's steps
