@@ -1,6 +1,7 @@
 """Looks at runs that nothing trains: for detectors, which are told all they ask."""
 
 import math
+from types import SimpleNamespace
 
 from kmp.callbacks.verdict.detectors import detectors, judge
 from kmp.callbacks.verdict.observation import Observation, Run
@@ -8,6 +9,8 @@ from kmp.callbacks.verdict.observation import Observation, Run
 
 class Told(Run):
     """A run with this learning rate and weight decay, and no state to be ruined."""
+
+    optimizer = SimpleNamespace(global_clipnorm=None)
 
     def __init__(self, learning_rate=math.nan, weight_decay=0.0, first_loss=None, first_norms=None):
         self.rate, self.decay = learning_rate, weight_decay

@@ -42,9 +42,12 @@ class HugeBatch(Detector):
 
     The losses since are higher than before it, by their medians, to which further rare batches are
     nothing, and by their ranks. Or the optimizer's slots still hold its gradient: Lion goes on in
-    its direction, and Adam divides by its size. That counts unless an epoch has several such
-    batches, as where rare labels weigh much; one bad row is met once in each epoch. If all losses
-    are about as high from then on, the data have changed, or training diverges.
+    its direction, and Adam divides by its size. If all losses are about as high from then on, the
+    data have changed, or training diverges.
+
+    One bad row is met once in each epoch. If an epoch has several such batches, as where rare
+    labels weigh much, slots that remember them are sound, and so are the losses once an epoch has
+    none: the model has learned those labels, which the losses of the others pay for.
     """
 
     def __init__(self):
@@ -53,7 +56,6 @@ class HugeBatch(Detector):
     def _begin_fit(self, start: GradientReport | None) -> None:
         self._fit_start = start
         self._in_epoch = 0  # huge batches since the last epoch's end
-        self._are_usual = False  # whether an epoch has had several
         self._forget(())
 
     def _forget(self, before: Iterable[float]) -> None:
@@ -61,6 +63,7 @@ class HugeBatch(Detector):
         self._before: collections.deque[float] = collections.deque(before, maxlen=_LATELY)
         self._since: collections.deque[float] = collections.deque(maxlen=_LATELY)
         self._batch: _Batch | None = None
+        self._are_usual = False  # whether an epoch has had several
         self._norms: dict[str, float] = {}  # the largest of the gradients at looks since, by path
 
     def see(self, look: Observation) -> Verdict | None:
@@ -68,9 +71,7 @@ class HugeBatch(Detector):
             self._begin_fit(look.fit_start)
         for i, loss in enumerate(look.new_losses, start=1):
             self._take(loss, look.report.step - len(look.new_losses) + i)
-        self._are_usual = self._are_usual or self._in_epoch > 1
-        if look.is_epoch_end:
-            self._in_epoch = 0
+        self._end_look(look.is_epoch_end)
         if self._batch is None or len(self._since) < _SINCE:
             return None
         for path, norm in look.report.column("l2_norm").items():
@@ -80,23 +81,32 @@ class HugeBatch(Detector):
             if look.report.step - self._batch.step > _FORGOTTEN:
                 self._forget(self._since.copy())
             return None
-        batch, (reason, advice) = self._batch, harm
+        batch, (reason, remedy) = self._batch, harm
+        without, counting = _without(look, batch), _counting(look)
         return Verdict(
             "UNSTABLE",
             "",
             f"the loss of step {batch.step} was {batch.loss:.3g}, {batch.times:.2g} times the "
             f"largest of those before it, and {reason}",
-            f"{advice}egin again{_prevention(look, batch)}. kmp.debug.explain_spike(model, x, y, "
-            "(other_x, other_y)) tells what is unusual about that batch.",
+            "kmp.debug.explain_spike(model, x, y, (other_x, other_y)) tells what is unusual about "
+            f"that batch. If it is bad, {remedy}begin again{without}.{counting}",
         )
 
+    def _end_look(self, is_epoch_end: bool) -> None:
+        """Count the epoch's huge batches. If they were the data's own, they may be learned now."""
+        if self._are_usual and is_epoch_end and not self._in_epoch:
+            self._forget(self._since.copy())
+        self._are_usual = self._are_usual or self._in_epoch > 1
+        if is_epoch_end:
+            self._in_epoch = 0
+
     def _risen(self) -> tuple[str, str] | None:
-        """What is seen if the losses have risen, and how the advice begins."""
+        """What is seen if the losses have risen, and what may be done instead."""
         before, since = statistics.median(self._before), statistics.median(self._since)
         if since <= _RISEN * before or deviations(self._before, self._since) < _DEVIATIONS:
             return None
         latest = f"the median of the latest {len(self._since)}"
-        return f"{latest} is {since:.3g}, {before:.3g} before", "B"
+        return f"{latest} is {since:.3g}, {before:.3g} before", ""
 
     def _remembered(self, look: Observation) -> tuple[str, str] | None:
         """The same if the optimizer's slots hold far larger gradients than came since."""
@@ -109,7 +119,7 @@ class HugeBatch(Detector):
         return (
             f"the optimizer's slots still hold gradients {statistics.median(times):.2g} times as "
             "large as those since",
-            "Compile the model with a new optimizer, or b",
+            "compile the model with a new optimizer, or ",
         )
 
     def _take(self, loss: float, step: int) -> None:
@@ -138,11 +148,20 @@ def deviations(before: collections.deque[float], since: collections.deque[float]
     return (above - n * m / 2) / math.sqrt(n * m * (n + m + 1) / 12)
 
 
-def _prevention(look: Observation, batch: _Batch) -> str:
-    """How to begin again so that the batch does no harm."""
+def _without(look: Observation, batch: _Batch) -> str:
+    """How to begin again so that the batch is left out."""
     if batch.step <= _LIMIT_KNOWN or look.report.skipped_spikes is not None:
-        return " without that batch, or with global_clipnorm=1.0"
+        return " without it"
     return (
         ', or from a checkpoint from before, with kmp.scaled(..., spikes="skip"), which leaves '
         "such a step out"
     )
+
+
+def _counting(look: Observation) -> str:
+    """How to begin again if the batch is to count, as one of rare samples with a large weight."""
+    is_clipped = (look.run.optimizer.global_clipnorm or math.inf) <= 1
+    how = "" if is_clipped else " with global_clipnorm=1.0"
+    if look.in_float16 and look.report.overflow_skips:
+        how += ' in "mixed_bfloat16", where its gradients do not overflow'
+    return f" If its samples are rare and weigh much, begin again{how}." if how else ""
