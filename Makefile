@@ -24,7 +24,7 @@ TORCH = $(CORE) $(patsubst %,tests/%,test_custom_loops.py test_defects.py test_f
 
 # Those that need keras-hub; `make programs` has it.
 RECIPES = tests/test_examples.py tests/test_notebooks.py -k "test_a_program_works or test_the_page_is \
-  or finetune or float16_on_a_t4 or a_plan_counts"
+  or finetune or float16_on_a_t4 or a_plan_counts or preset"
 
 .PHONY: quickstart test test-all test-whole test-oldest test-pre dist-check lint site notebooks programs \
   trackers orbax compiled-counts gpu clean

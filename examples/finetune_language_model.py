@@ -201,6 +201,7 @@ def train(arguments: argparse.Namespace) -> keras.Model:
     keras.utils.set_random_seed(0)
     text = (arguments.text or pathlib.Path(argparse.__file__)).read_text()
     model, (x, y, weights) = load(arguments, text[: 40_000 if arguments.smoke else None])
+    preprocessor, model.preprocessor = model.preprocessor, None  # `load` has made tokens
     prepare(model.backbone, arguments.method, arguments.rank)
     accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
     compile_model(model, arguments.method, arguments.rate, [accuracy])
@@ -223,6 +224,7 @@ def train(arguments: argparse.Namespace) -> keras.Model:
     )
     print(f"Weights and slots: {held:,} bytes, {held / parameters:.2f} a parameter")
     print(f"Loss {before[0]:.3f} before, {after[0]:.3f} after, on {keras.backend.backend()}")
+    model.preprocessor = preprocessor
     if arguments.save:
         save(model, arguments.method, arguments.save)
     return model

@@ -337,6 +337,47 @@ def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path, monkeypat
         check_that_kmp_backs_off_where_plain_float16_turns_to_nan(printed)
 
 
+def make_preset(folder, monkeypatch):
+    """A folder as a preset of keras-hub is: the tiny model, and a tokenizer of 256 pieces."""
+    keras_hub = pytest.importorskip("keras_hub")
+    sentencepiece = pytest.importorskip("sentencepiece")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import finetune_language_model
+
+    model, special = io.BytesIO(), ("pad", "eos", "bos", "unk")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter((ROOT / "README.md").read_text().splitlines()),
+        model_writer=model,
+        vocab_size=256,
+        user_defined_symbols=["<start_of_turn>", "<end_of_turn>"],
+        minloglevel=2,
+        **{f"{name}_id": i for i, name in enumerate(special)},
+        **{f"{name}_piece": f"<{name}>" for name in special},
+    )
+    tokenizer = keras_hub.models.GemmaTokenizer(proto=model.getvalue())
+    keras_hub.models.GemmaCausalLM(
+        finetune_language_model.build_backbone("tiny", "float32"),
+        keras_hub.models.GemmaCausalLMPreprocessor(tokenizer),
+    ).save_to_preset(str(folder))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_works_with_a_preset(tmp_path, monkeypatch):
+    """One is trained whole and saved; what was saved is a preset, which float16 answers with."""
+    make_preset(tmp_path / "tiny", monkeypatch)
+    options = ["--text", str(ROOT / "README.md"), "--length", "64", "--rate", "0.001"]
+    for method, folder in (("lora", "adapters"), ("full", "whole")):
+        printed = run(
+            *("finetune_language_model.py", tmp_path, "--preset", "tiny", "--method", method),
+            *(*options, "--save", folder),
+        )
+        before, after = numbers_of(r"^Loss (\S+) before, (\S+) after", printed)
+        assert after < before  # weights at random learn slowly
+    assert (tmp_path / "adapters" / "adapters.lora.h5").exists()
+    printed = run("float16_on_a_t4.py", tmp_path, "--preset", "whole", "--prompt", "The loss")
+    assert re.search(r"^(\d+) of \1 tokens are those of float32", printed, re.MULTILINE), printed
+
+
 @pytest.mark.only("tensorflow")
 def test_the_quickstart_reaches_its_accuracy(tmp_path):
     """In full, as `make quickstart` runs it; the other backends run it with --smoke."""
