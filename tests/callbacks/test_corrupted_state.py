@@ -10,7 +10,7 @@ from reports import Told, look_at
 
 import kmp
 from kmp.callbacks.snapshot import restore_snapshot, take_snapshot
-from kmp.callbacks.verdict.corrupted_state import RuinedVariance
+from kmp.callbacks.verdict.nonfinite import RuinedVariance
 from kmp.callbacks.verdict.observation import MovingVariance
 
 BATCH = 8

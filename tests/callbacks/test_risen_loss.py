@@ -9,8 +9,8 @@ from linear_runs import SPE
 from reports import Told, look_at
 
 import kmp
+from kmp.callbacks.verdict.large_steps import RisenLoss
 from kmp.callbacks.verdict.observation import Weight
-from kmp.callbacks.verdict.risen_loss import RisenLoss
 from kmp.health.details import BINS, COLUMNS
 
 

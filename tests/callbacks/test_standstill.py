@@ -12,9 +12,8 @@ from reports import look_at
 
 import kmp
 from kmp.callbacks import GradientHealth
-from kmp.callbacks.verdict.frozen_weights import FrozenWeights
 from kmp.callbacks.verdict.observation import Weight
-from kmp.callbacks.verdict.zero_gradients import ZeroGradients
+from kmp.callbacks.verdict.standstill import FrozenWeights, ZeroGradients
 from kmp.health.details import UNMOVED_SHARE, WEIGHT_NORM
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without"), pytest.mark.slow]

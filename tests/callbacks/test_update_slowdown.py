@@ -8,8 +8,8 @@ from oracle import few
 from reports import look_at
 
 import kmp
+from kmp.callbacks.verdict.huge_batch import UpdateSlowdown
 from kmp.callbacks.verdict.observation import Weight
-from kmp.callbacks.verdict.update_slowdown import UpdateSlowdown
 from kmp.health.details import BINS, COLUMNS
 
 WEIGHTS = {"a/kernel": Weight("a"), "b/kernel": Weight("b"), "b/bias": Weight("b", is_matrix=False)}

@@ -1,12 +1,20 @@
 """The verdict on a run: each of its causes is a detector, and their order is the priority."""
 
-from kmp.callbacks.verdict.corrupted_state import NonfiniteState, RuinedVariance
 from kmp.callbacks.verdict.detector import Detector
-from kmp.callbacks.verdict.frozen_weights import FrozenWeights
-from kmp.callbacks.verdict.huge_batch import HugeBatch
-from kmp.callbacks.verdict.large_steps import ExplodingGradients, LargeUpdates
-from kmp.callbacks.verdict.nonfinite import ForwardNaN, NonfiniteWeights
-from kmp.callbacks.verdict.not_training import NoSteps, NothingToTrain, UnscaledLoss
+from kmp.callbacks.verdict.huge_batch import HugeBatch, SpikeBudget, UpdateSlowdown, told_spikes
+from kmp.callbacks.verdict.large_steps import ExplodingGradients, LargeUpdates, RisenLoss
+from kmp.callbacks.verdict.nonfinite import (
+    ForwardNaN,
+    NonfiniteState,
+    NonfiniteWeights,
+    RuinedVariance,
+)
+from kmp.callbacks.verdict.not_training import (
+    NoSteps,
+    NothingToTrain,
+    UnscaledLoss,
+    VanishedWeights,
+)
 from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.overflows import (
     AllSkipped,
@@ -16,13 +24,9 @@ from kmp.callbacks.verdict.overflows import (
     LostAtFloor,
     OverflowRate,
 )
-from kmp.callbacks.verdict.risen_loss import RisenLoss
-from kmp.callbacks.verdict.spikes import SpikeBudget, told_spikes
+from kmp.callbacks.verdict.standstill import FrozenWeights, ZeroGradients
 from kmp.callbacks.verdict.states import Verdict
 from kmp.callbacks.verdict.underflow import Underflow
-from kmp.callbacks.verdict.update_slowdown import UpdateSlowdown
-from kmp.callbacks.verdict.vanished_weights import VanishedWeights
-from kmp.callbacks.verdict.zero_gradients import ZeroGradients
 
 
 def detectors() -> list[Detector]:

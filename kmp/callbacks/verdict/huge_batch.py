@@ -1,7 +1,8 @@
-"""The detector of one huge batch that has done harm.
+"""Detectors of one huge batch: its loss, the steps after it, and steps left out as spikes.
 
 Its loss and its gradients are finite, so its step is applied. It may throw the weights far away,
-and optimizers remember its gradient for thousands of steps.
+and optimizers such as Adam, which divide by the size of past gradients, remember it for thousands
+of steps, in which the weights hardly move.
 """
 
 import collections
@@ -10,10 +11,14 @@ import statistics
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from kmp.callbacks.verdict.detector import Detector
-from kmp.callbacks.verdict.observation import Observation
+from kmp.callbacks.verdict.nonfinite import corrupted
+from kmp.callbacks.verdict.observation import Corrupted, Observation
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
+from kmp.health.telemetry import FIRST_STEPS
 
 # Times the largest loss of the batches before. That is 10 times the gradient where the loss is a
 # square, which `kmp.SkipSpikes` takes for a spike too.
@@ -165,3 +170,101 @@ def _counting(look: Observation) -> str:
     if look.in_float16 and look.report.overflow_skips:
         how += ' in "mixed_bfloat16", where its gradients do not overflow'
     return f" If its samples are rare and weigh much, begin again{how}." if how else ""
+
+
+_FALL = 30.0  # times; noise in the gradients makes Adam's updates 10 times smaller
+_FELT = 1e-6  # share of the weights below which their own rounding shrinks an update
+_COMPARED = 3  # epochs
+
+
+class _Point(NamedTuple):
+    """How far a step moved the weights."""
+
+    step: int
+    update: float  # median norm of the updates
+    rate: float  # the learning rate
+    grad_norm: float
+
+    def fall_since(self, before: "_Point") -> float:
+        """How many times smaller updates are than before, beyond what is to be expected.
+
+        A lower learning rate, a smaller gradient and the growing sum of Adagrad explain a part. A
+        higher rate does not count against an update, since momentum still holds the earlier ones.
+        """
+        fall = before.update / self.update * min(self.rate / before.rate, 1.0)
+        gradient_fall = before.grad_norm / self.grad_norm if self.grad_norm else math.inf
+        by_adagrad = math.sqrt(max(self.step / before.step / 10, 1.0))  # felt after long epochs
+        return fall / max(gradient_fall, 1.0) / by_adagrad
+
+
+class UpdateSlowdown(Detector):
+    """UNSTABLE: a step moves the weights far less than in the last epochs.
+
+    An epoch is compared by its last step that updated the weights. A step that is too small is not
+    what later ones are compared with.
+    """
+
+    def __init__(self):
+        self._sound: collections.deque[_Point] = collections.deque(maxlen=_COMPARED)
+        self._moved: GradientReport | None = None  # the last of this epoch whose step updated
+
+    def see(self, look: Observation) -> Verdict | None:
+        self._moved = look.report if look.report.update_ratio else self._moved
+        is_first = look.report.step > FIRST_STEPS and not self._sound
+        moved = self._moved if look.is_epoch_end or is_first else None
+        self._moved = None if look.is_epoch_end else self._moved
+        return self._compare(look, moved) if moved else None
+
+    def _compare(self, look: Observation, report: GradientReport) -> Verdict | None:
+        weights = look.weights
+        watched = {x for x, weight in weights.items() if weight.is_matrix} or set(weights)
+        ratios = {x: r for x, r in report.update_ratio.items() if x in watched}
+        rate = look.run.learning_rate(list(ratios)) if ratios else 0.0
+        if not rate:
+            return None  # nothing has moved, as in a skipped step
+        norms = report.weight_norm
+        update = float(np.median([10**r * norms[x] for x, r in ratios.items()]))
+        now = _Point(report.step, update, rate, report.grad_norm)
+        falls = [(now.fall_since(before), before.step) for before in self._sound]
+        fall, step = max(falls, default=(0.0, 0))
+        largest = float(np.median(list(ratios.values()))) + math.log10(max(fall, 1.0))
+        if fall <= _FALL or 10**largest <= _FELT:
+            self._sound.append(now)
+            return None
+        reason = (
+            f"updates are {fall:.0f} times smaller than after step {step}, which neither the "
+            "gradients nor the learning rate explain"
+        )
+        slowest = min(ratios, key=lambda x: ratios[x])
+        return corrupted([Corrupted(slowest, reason, of_layer=False)])
+
+
+class SpikeBudget(Detector):
+    """UNSTABLE: so many steps were left out as spikes that large gradients are applied again."""
+
+    def see(self, look: Observation) -> Verdict | None:
+        if not look.spikes or look.report.spike_limit is not None:
+            return None
+        return Verdict(
+            "UNSTABLE",
+            look.spikes[0].variable,
+            f"{look.num_spikes} of the last {look.steps} steps were left out as spikes. Their "
+            "budget is spent: gradients of that size are applied now",
+            "They are not rare. If the data have changed, go on: the limit has followed them. If "
+            "many batches are bad, look at them, or clip with global_clipnorm=1.0.",
+        )
+
+
+def told_spikes(look: Observation) -> tuple[str, str]:
+    """What a sound run says of the steps of this epoch that were left out, and what to do."""
+    if not look.spikes:
+        return "", ""
+    steps = ", ".join(str(event.step) for event in look.spikes[:3])
+    most = max(look.spikes, key=lambda event: event.norm / event.limit)
+    return (
+        f", {look.num_spikes} of them as spikes (step {steps}"
+        + (", ..." if look.num_spikes > 3 else "")
+        + f"; gradients up to {most.norm / most.limit:.2g} times the limit, most in "
+        f"{most.variable})",
+        "Look at the batches of the spikes: they are bad, or rare and important.",
+    )

@@ -1,11 +1,14 @@
-"""Detectors of numbers that are not finite: the loss, and weights."""
+"""Detectors of numbers that are not finite, or that a bad batch has ruined: loss, weights, state.
+
+A huge but finite batch can have finite gradients, so its step is applied. It can leave a moving
+variance or a slot at inf for good, or at a value that thousands of good batches cannot correct.
+"""
 
 import dataclasses
 import math
 
-from kmp.callbacks.verdict.corrupted_state import NonfiniteState
 from kmp.callbacks.verdict.detector import Detector
-from kmp.callbacks.verdict.observation import Observation
+from kmp.callbacks.verdict.observation import Corrupted, Observation
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.telemetry import NUM_EVENTS
 
@@ -63,3 +66,62 @@ class NonfiniteWeights(Detector):
             "finite are skipped, so look at the learning rate, the optimizer's epsilon and "
             "constraints, and for a batch whose gradients are huge, which the optimizer squares.",
         )
+
+
+# How many times as large a moving variance may be as at the last look. One batch, with a momentum
+# of 0.99, has to be a thousand times as large as the others.
+_GROWTH = 1e4
+# The steps after which it can be compared. It begins at 1, whatever the data, and has then come at
+# least a fiftieth of its way, with a momentum of up to 0.999.
+_SETTLED = 20
+
+
+class NonfiniteState(Detector):
+    """UNSTABLE: moving statistics, slots or averaged weights hold inf or NaN.
+
+    They are read at the end of each epoch.
+    """
+
+    def see(self, look: Observation) -> Verdict | None:
+        return corrupted(
+            look.nonfinite_state,
+            "kmp.layers.Float32BatchNormalization takes in no statistics that are not finite.",
+        )
+
+
+class RuinedVariance(Detector):
+    """UNSTABLE: a batch normalization's moving variance has grown too fast between looks."""
+
+    def __init__(self):
+        self._sound: dict[tuple[int, str], float] = {}  # the largest, by place and path
+
+    def see(self, look: Observation) -> Verdict | None:
+        found = []
+        for i, (path, now, epsilon) in enumerate(look.moving_variances):
+            before = self._sound.get((i, path), now)
+            if now + epsilon > _GROWTH * (before + epsilon):  # which stays the reference
+                name = path.split("/")[-1]
+                reason = f"{name} has grown from {before:.3g} to {now:.3g} at its largest"
+                found.append(Corrupted(path, reason, of_layer=True))
+            elif look.report.step >= _SETTLED and math.isfinite(now):
+                self._sound[i, path] = now
+        return corrupted(
+            found, 'kmp.scaled(..., spikes="skip") holds the statistics against such a batch.'
+        )
+
+
+def corrupted(found: list[Corrupted], prevention: str = "") -> Verdict | None:
+    """UNSTABLE for ruined state, if there is any, and what prevents it in layers."""
+    if not found:
+        return None
+    first, more = found[0], len(found) - 1
+    return Verdict(
+        "UNSTABLE",
+        first.path,
+        first.reason + (f"; {more} more variables are affected" if more else ""),
+        "The model predicts with it, and good batches take very long to wash it out, or never: "
+        f"load a checkpoint from before, and look for a batch of another scale. {prevention}"
+        if first.of_layer
+        else "The optimizer goes on from it: load a checkpoint from before, or compile the model "
+        "with a new optimizer, and look for a batch of another scale.",
+    )
