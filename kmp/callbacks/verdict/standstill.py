@@ -21,7 +21,7 @@ _SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round a
 
 
 class _Still(NamedTuple):
-    """Weights that stand still."""
+    """Weights that stand still, or have no gradient."""
 
     paths: list[str]
     of: int  # variables that were looked at
@@ -147,15 +147,6 @@ def _cause(look: Observation, still: _Still) -> tuple[str, str] | None:
 _HIGHEST = DynamicLossScale.max_scale  # by default
 
 
-class _Silent(NamedTuple):
-    """Weights without a gradient."""
-
-    paths: list[str]
-    of: int  # variables that were looked at
-    looks: int  # in a row
-    steps: int  # between the first and the last of these looks
-
-
 class ZeroGradients(Detector):
     """STALLED: the gradients of half of the weights, biases aside, are exactly zero.
 
@@ -205,7 +196,7 @@ class ZeroGradients(Detector):
             + (" In float16 the loss scale may be too low as well." if in_float16 else ""),
         )
 
-    def _silent(self, look: Observation) -> _Silent | None:
+    def _silent(self, look: Observation) -> _Still | None:
         """The weights without a gradient, once they are half and have been for long enough."""
         report = look.report
         skips = report.skipped_steps - self._skipped
@@ -224,7 +215,7 @@ class ZeroGradients(Detector):
         if not long or (2 * len(long) < len(paths) and 4 * len(never) < len(paths)):
             return None
         index, step = max(self._first[path] for path in long)
-        return _Silent(long, len(paths), self._looks - index + 1, report.step - step)
+        return _Still(long, len(paths), self._looks - index + 1, report.step - step)
 
     def _watched(self, look: Observation) -> list[str]:
         """The weights that have a gradient, if only of zeros, in networks that once had another."""
