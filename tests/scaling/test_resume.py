@@ -44,7 +44,7 @@ def interrupted(tmp_path_factory):
     """Where, under each policy, one run went to its end and one was killed in the third epoch."""
     directories = made(tmp_path_factory.mktemp("interrupted"))
     killed = [("killed", directory) for directory in directories]
-    run(("whole", *directories), *killed, codes=[0, -9, -9])
+    run(("whole", *directories), *killed, codes=[0, *[-9] * len(killed)])
     return directories
 
 
@@ -85,7 +85,7 @@ def test_saved_in_mid_epoch_and_continued_elsewhere(taken_up, policy):
 def test_killed_while_writing_the_backup(interrupted, tmp_path):
     """Keras keeps the last backup but one on request; a torn file leads to it."""
     directories = made(tmp_path, "double_")  # names what it is
-    run(*[("killed", directory) for directory in directories], codes=[-9, -9])
+    run(*[("killed", directory) for directory in directories], codes=[-9] * len(directories))
     for directory in directories:
         backup = directory / "backup" / "latest.weights.h5"
         backup.write_bytes(backup.read_bytes()[: backup.stat().st_size // 2])

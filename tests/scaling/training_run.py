@@ -22,8 +22,11 @@ from keras import ops
 
 import kmp
 
-# The second keeps weights and slots in bfloat16, and overflows where the first does.
-POLICIES = {"float16": "mixed_float16", "bfloat16": "p=bf16,c=f16"}
+# The second keeps weights and slots in bfloat16, the third in 24 and 8 bits, but for those that are
+# small. They overflow where the first does.
+POLICIES = {"float16": "mixed_float16", "bfloat16": "p=bf16,c=f16", "codes": "p=bf16,c=f16"}
+MEMORY = {"codes": {"slot_dtype": "int8", "master_weights": 24}}
+WIDTH = {"codes": 1024}  # a kernel of 6,144 numbers
 BATCH, BATCHES, EPOCHS = 8, 6, 4
 POISONED_BATCH = 2  # of each epoch: an overflow before the interruption, and one after it
 INTERRUPTED = (2, 3)  # epoch and batch, both from 0
@@ -39,11 +42,12 @@ def data():
 
 def make_model(directory):
     keras.utils.set_random_seed(5)
-    policy = kmp.Policy(POLICIES[directory.name.split("_")[-1]])
+    name = directory.name.split("_")[-1]
+    policy = kmp.Policy(POLICIES[name])
     model = keras.Sequential(
         [
             keras.Input((6,)),
-            keras.layers.Dense(8, activation="relu", dtype=policy),
+            keras.layers.Dense(WIDTH.get(name, 8), activation="relu", dtype=policy),
             kmp.layers.Float32BatchNormalization(dtype=policy),
             kmp.layers.Float32OutputDense(1, dtype=policy),
         ]
@@ -53,7 +57,9 @@ def make_model(directory):
     )  # grows if no step is forgotten
     # The peak fades so fast that some steps of the last epoch are spikes.
     spikes = kmp.SkipSpikes(factor=1.05, half_life=1) if "bfloat16" in directory.name else None
-    model.compile(kmp.scaled("adam", rule, spikes=spikes, learning_rate=0.05), loss="mse")
+    memory = MEMORY.get(name, {})
+    optimizer = kmp.scaled("adam", rule, spikes=spikes, learning_rate=0.05, **memory)
+    model.compile(optimizer, loss="mse")
     return model
 
 
