@@ -112,12 +112,13 @@ class MemoryPlan:
         if self.fits and self.step.memory:
             lines.append(f"model.compile(kmp.scaled(..., {self.step.memory}), ...)")
         if self.fits and self.paths:
-            chosen = "segments=plan.paths" if self.in_segments else _BY_PATH
-            lines.append(f"kmp.recompute(model, {chosen})")
+            lines.append(_call_of_recompute(self.in_segments))
         return "\n".join([*lines, *self.advice])
 
 
-_BY_PATH = "lambda layer, path: path in plan.paths"
+def _call_of_recompute(in_segments: bool) -> str:
+    chosen = "segments=plan.paths" if in_segments else "lambda layer, path: path in plan.paths"
+    return f"kmp.recompute(model, {chosen})"
 
 
 def memory_plan(
@@ -139,8 +140,9 @@ def memory_plan(
     the last are in memory anyway when the backward pass begins. A model without blocks is cut into
     segments, as in `kmp.recompute`; they save in proportion to what their layers put out.
 
-    Computing again costs operations and changes no number. Only where all blocks are not enough,
-    the slots of the optimizer are planned in int8, or its remainders of bfloat16 weights too.
+    Computing again costs operations and changes no number. Only where it is not enough, the slots
+    of the optimizer are planned in int8, or its remainders of bfloat16 weights too. If nothing
+    fits, the plan is the smallest step: where blocks are small, all may take more than some.
 
     Nothing runs, and the model stays as it is. Needs the JAX backend, and no accelerator: what it
     finds holds for PyTorch and TensorFlow in its order, not in its bytes.
@@ -187,7 +189,7 @@ def memory_plan(
     finally:
         model.optimizer = optimizer
         recompute_only(before, model, backend, policy)
-    in_segments = any(isinstance(piece, Segment) for piece in pieces)
+    in_segments = _are_segments(pieces)
     names = tuple(x.last if isinstance(x, Segment) else path_of(x) for x in pieces)
     return MemoryPlan(budget, names, tuple(planner.steps), advice, in_segments)
 
@@ -207,6 +209,7 @@ class _Planner:
         self._operations: float | None = None  # of the first step, without recomputation
         self._memory = ""  # what the optimizer is given instead of what it was compiled with
         self._savings: list[float] | None = None  # of each piece
+        self._whole = 0  # bytes of the first step
 
     def plan(self, x: Tree, y: Tree, budget: int) -> tuple[str, ...]:
         """Compile until a step is within the budget; if none is, return what else to do."""
@@ -220,10 +223,10 @@ class _Planner:
         if step.bytes <= budget:
             return ()
         states = _smaller_state(self._model, step, budget)
-        batch = self._smaller_batch(x, y, step.bytes, budget)
+        batch = self._smaller_batch(x, y, step, budget)
         if batch is None and not self._memory:
             self._take(*ways[-1])
-            batch = self._smaller_batch(x, y, step.bytes, budget)
+            batch = self._smaller_batch(x, y, step, budget)
         return (batch or "No smaller batch fits, not even of a single sample.", *states)
 
     def _take(self, words: str, memory: HalfMemory) -> None:
@@ -231,23 +234,42 @@ class _Planner:
         self._memory, self._model.optimizer = words, _with_memory(self._model, memory)
 
     def _search(self, x: Tree, y: Tree, budget: int, saved: int) -> PlannedStep:
-        """Compile with more and more pieces until it fits.
+        """Compile with more and more pieces until it fits; the smallest step if none does.
 
         Args:
-            saved: what the optimizer as it is now saves of the first step.
+            saved: what the optimizer as it is now saves of every step.
         """
-        whole = self._with_first(0, x, y) if not self.steps else self.steps[0]
-        if whole.bytes - saved <= budget or not self._pieces:
-            step = self._with_first(0, x, y)
-            number, excess = 0, step.bytes - budget
-        else:
-            number, excess, step = 0, whole.bytes - saved - budget, None
+        if not self.steps:
+            self._whole = self._with_first(0, x, y).bytes
+        number, excess = 0, self._whole - saved - budget
+        plain = [each for each in self.steps if not each.memory]
+        fit = [each.blocks for each in plain if each.bytes - saved <= budget]
+        if excess <= 0 or not self._pieces:
+            excess = self._with_first(0, x, y).bytes - budget
         while excess > 0 and number < len(self._pieces):
             number = self._enough(number, excess, self._savings_of_each(x, y))
-            step = self._with_first(number, x, y)
-            excess = step.bytes - budget
-        assert step is not None
-        return step
+            excess = self._with_first(number, x, y).bytes - budget
+        if excess > 0 and fit:  # the line has passed by what is known to do
+            excess = self._with_first(min(fit), x, y).bytes - budget
+        return self._smallest(x, y, budget) if excess > 0 else self.steps[-1]
+
+    def _smallest(self, x: Tree, y: Tree, budget: int) -> PlannedStep:
+        """The step of fewest bytes with this optimizer, as the last; or one that fits.
+
+        Where blocks are small beside what XLA adds to compute them again, more of them may take
+        more. Then the numbers on both sides of the best are halved down to it.
+        """
+        while True:
+            steps = [each for each in self.steps if each.memory == self._memory]
+            best = min(steps, key=lambda step: (step.bytes, step.blocks))
+            below = [each.blocks for each in steps if each.blocks < best.blocks]
+            above = [each.blocks for each in steps if each.blocks > best.blocks]
+            gaps = [(max(below), best.blocks)] if below and above else []
+            gaps += [(best.blocks, min(above))] if above else []
+            start, stop = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
+            if best.bytes <= budget or stop - start < 2:
+                return self._with_first(best.blocks, x, y)
+            self._with_first((start + stop) // 2, x, y)
 
     def _with_first(self, number: int, x: Tree, y: Tree) -> PlannedStep:
         """The step with the first so many pieces computed again, which is noted."""
@@ -274,7 +296,7 @@ class _Planner:
         too if it is like the first; others of its kind save as much for their size.
         """
         if self._savings is None:
-            whole, one = self.steps[0].bytes, self._with_first(1, x, y).bytes
+            whole, one = self._whole, self._with_first(1, x, y).bytes
             kinds = [_kind_of(each) for each in self._pieces]
             sizes = [_size_of(each) for each in self._pieces]
             rates = {kinds[0]: max(whole - one, 0) / sizes[0]}
@@ -296,21 +318,24 @@ class _Planner:
                 return i
         return len(savings)
 
-    def _smaller_batch(self, x: Tree, y: Tree, whole: int, budget: int) -> str | None:
+    def _smaller_batch(self, x: Tree, y: Tree, step: PlannedStep, budget: int) -> str | None:
         """The largest half, quarter, ... of the batch that fits; None if none does.
 
-        `whole` are the bytes with all of it. A sample takes nearly as many in any batch, so that
-        few sizes need to be compiled.
+        `step` is that with all of it. A sample takes nearly as many bytes in any batch, so that few
+        sizes need to be compiled.
         """
+        whole, pieces = step.bytes, self._pieces[: step.blocks]
         size = samples = _samples(x)
         a_sample = 0.0
         while size > 1:
             size //= 2
             if whole - a_sample * (samples - size) > budget and size > 1 and a_sample:
                 continue
-            found = self._compile(self._pieces, *_first((x, y), size)).bytes
+            found = self._compile(pieces, *_first((x, y), size)).bytes
             if found <= budget:
-                also = f" with kmp.scaled(..., {self._memory})" if self._memory else ""
+                calls = [f"kmp.scaled(..., {self._memory})"] if self._memory else []
+                calls += [_call_of_recompute(_are_segments(pieces))] if pieces else []
+                also = f" with {' and '.join(calls)}" if calls else ""
                 return (
                     f"A batch of {size} fits{also}, at {_gigabytes(found)} by XLA: with as many "
                     "more gradient_accumulation_steps, which keep a copy of the gradients, the "
@@ -372,6 +397,10 @@ def _smaller_state(model: keras.Model, step: PlannedStep, budget: int) -> list[s
             verdict = "which fits" if left <= budget else "which is still too much"
             lines.append(f"{words}: about {_gigabytes(left)}, {verdict}.")
     return lines
+
+
+def _are_segments(pieces: Pieces) -> bool:
+    return any(isinstance(piece, Segment) for piece in pieces)
 
 
 def _kind_of(piece: Layer | Segment) -> Any:

@@ -16,14 +16,14 @@ from kmp._keras.training import build_for_training
 X = np.zeros((8, 16), "float32")
 
 
-def make_model(blocks=6, width=16):
+def make_model(blocks=6, width=16, optimizer="adam"):
     keras.utils.set_random_seed(0)
     parts = [
         keras.Sequential([keras.layers.Dense(4 * width, "gelu"), keras.layers.Dense(width)])
         for _ in range(blocks)
     ]
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(width), *parts])
-    model.compile(kmp.scaled("adam"), "mse")
+    model.compile(kmp.scaled(optimizer), "mse")
     return model
 
 
@@ -160,12 +160,13 @@ def test_remainders_of_bfloat16_weights_are_made_smaller_last(planned):
 
 
 def test_what_does_not_fit_is_told_what_else_there_is(planned):
-    planned.saves = lambda model: -(10**6)
+    planned.saves = lambda model: 10 * sum(recomputed(model)) - 10**6
     model = make_model()
     plan = plan_above(model, 3 * 10**5)
     assert not plan.fits and plan.step.blocks == 6
     batch, *states = plan.advice
-    assert "A batch of 2 fits, at" in batch
+    line = "kmp.recompute(model, lambda layer, path: path in plan.paths)"
+    assert f"A batch of 2 fits with {line}, at" in batch
     assert planned.compiled[4:] == [(4, 6), (2, 6)]
     assert 'slot_dtype="int8"' in states[0] and "bfloat16" in states[1]
     assert "does not fit" in str(plan)
@@ -176,7 +177,40 @@ def test_a_smaller_batch_may_need_slots_in_int8(planned):
     model = make_model()
     plan = plan_of(model, in_int8(model) + 130_000)
     assert not plan.fits
-    assert plan.advice[0].startswith('A batch of 1 fits with kmp.scaled(..., slot_dtype="int8")')
+    assert plan.advice[0].startswith('A batch of 1 fits with kmp.scaled(..., slot_dtype="int8"), ')
+
+
+@pytest.mark.parametrize("budget", [805, 815])
+def test_where_more_blocks_take_more_the_smallest_step_is_the_plan(planned, budget):
+    """Two save 60 each, the third 70, and what XLA adds for the next takes more."""
+    planned.saves = lambda model: (0, 60, 120, 190, 80, 0, -80)[sum(recomputed(model))]
+    model = make_model(optimizer="sgd")  # no slots to make smaller
+    plan = plan_above(model, budget)
+    assert plan.step == (8, 3, held(model) + 810, 1.3, "") and plan.fits == (budget == 815)
+    assert planned.compiled[:6] == [(8, 0), (8, 1), (8, 2), (8, 4), (8, 6), (8, 3)]
+    if not plan.fits:
+        assert plan.advice[0].startswith("A batch of 4 fits with kmp.recompute(")
+        assert planned.compiled[-1] == (4, 3)
+
+
+def test_what_is_known_to_do_is_taken_where_the_line_has_passed_it_by(planned):
+    """The second saves less than the others, and more than four take more."""
+    model = make_model()
+    build_for_training(model, X, X)
+    saved = held(model) - in_int8(model)
+    bytes_of = (0, 300, 310, 700, 900, 100, 50)
+    planned.saves = lambda model: bytes_of[sum(recomputed(model))]
+    plan = plan_above(model, 105 - saved)
+    assert plan.fits and plan.step.blocks == 4 and plan.step.memory == 'slot_dtype="int8"'
+
+
+def test_blocks_that_save_nothing_are_left_alone(planned):
+    planned.saves = lambda model: -50 * sum(recomputed(model))
+    model = make_model(optimizer="sgd")
+    plan = plan_above(model, 900)
+    assert not plan.fits and plan.step.blocks == 0 and plan.paths == ()
+    assert plan.advice[0].startswith("A batch of 4 fits, at")
+    assert planned.compiled[-1] == (4, 0)
 
 
 def test_a_layer_alone_gets_the_advice_alone(planned):
