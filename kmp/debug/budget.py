@@ -60,7 +60,7 @@ class MemoryPlan:
         steps: tuple of `PlannedStep`, each that was compiled; the last of them is the plan.
         advice: tuple of str, what else would make the step smaller, if it does not fit; what costs
             least comes first.
-        in_segments: bool, whether the blocks are segments.
+        call: str, the line with which the blocks, or segments, are computed again.
 
     Example:
 
@@ -74,7 +74,7 @@ class MemoryPlan:
     blocks: tuple[str, ...]
     steps: tuple[PlannedStep, ...]
     advice: tuple[str, ...]
-    in_segments: bool = False
+    call: str = ""
 
     @property
     def step(self) -> PlannedStep:
@@ -112,13 +112,14 @@ class MemoryPlan:
         if self.fits and self.step.memory:
             lines.append(f"model.compile(kmp.scaled(..., {self.step.memory}), ...)")
         if self.fits and self.paths:
-            lines.append(_call_of_recompute(self.in_segments))
+            lines.append(self.call)
         return "\n".join([*lines, *self.advice])
 
 
-def _call_of_recompute(in_segments: bool) -> str:
+def _call_of_recompute(in_segments: bool, policy: Any) -> str:
     chosen = "segments=plan.paths" if in_segments else "lambda layer, path: path in plan.paths"
-    return f"kmp.recompute(model, {chosen})"
+    name = getattr(policy, "__name__", repr(policy))
+    return f"kmp.recompute(model, {chosen}{'' if policy is None else f', policy={name}'})"
 
 
 def memory_plan(
@@ -129,6 +130,7 @@ def memory_plan(
     filter_fn: Callable[[Layer, str], bool] | None = None,
     device: Any = None,
     segments: int | Sequence[str] | None = None,
+    policy: Any = None,
 ) -> MemoryPlan:
     """Choose how many blocks to compute again, so that a training step fits in a budget.
 
@@ -157,6 +159,8 @@ def memory_plan(
             `jax.Device`. The default device if left out, which must not be a CPU. NVIDIA's need
             the extra `h100`, a TPU the extra `tpu`.
         segments: how to cut the model, as in `kmp.recompute`.
+        policy: what is kept inside all the same, as in `kmp.recompute`. With "dots_saveable" it
+            costs hardly any operations, and saves less.
 
     Returns:
         `MemoryPlan`; print it.
@@ -165,8 +169,8 @@ def memory_plan(
         NotImplementedError: on TensorFlow and PyTorch, which cannot plan a step.
         TypeError: if `model` is no Keras model.
         ValueError: if it is not built or compiled, `budget` is no number of bytes above 0,
-            `device` is a CPU or unknown, or a `keras.distribution` is set: the plan is for one
-            device.
+            `device` is a CPU or unknown, `policy` is none of JAX, or a `keras.distribution` is set:
+            the plan is for one device.
 
     Example:
 
@@ -181,17 +185,18 @@ def memory_plan(
     budget = _bytes_of(budget)
     _check(model, device)
     pieces = chosen_pieces(model, filter_fn, segments, "memory_plan")
+    chosen = None if policy is None else backend.recompute_policy(policy)
     build_for_training(model, x, y)
-    planner = _Planner(model, pieces, device)
-    before, policy, optimizer = recomputed_in(model), policy_in(model), model.optimizer
+    call = _call_of_recompute(_are_segments(pieces), policy)
+    planner = _Planner(model, pieces, device, chosen, call)
+    before, policy_before, optimizer = recomputed_in(model), policy_in(model), model.optimizer
     try:
         advice = planner.plan(x, y, budget)
     finally:
         model.optimizer = optimizer
-        recompute_only(before, model, backend, policy)
-    in_segments = _are_segments(pieces)
+        recompute_only(before, model, backend, policy_before)
     names = tuple(x.last if isinstance(x, Segment) else path_of(x) for x in pieces)
-    return MemoryPlan(budget, names, tuple(planner.steps), advice, in_segments)
+    return MemoryPlan(budget, names, tuple(planner.steps), advice, call)
 
 
 class _Planner:
@@ -201,11 +206,14 @@ class _Planner:
         model: built for training.
         pieces: what may be computed again, in the order of the model.
         device: the device to compile for, or None.
+        policy: of recomputation, or None.
+        call: the line with which the pieces are computed again.
     """
 
-    def __init__(self, model: keras.Model, pieces: Pieces, device: Any):
+    def __init__(self, model: keras.Model, pieces: Pieces, device: Any, policy: Any, call: str):
         self.steps: list[PlannedStep] = []
         self._model, self._pieces, self._device = model, pieces, device
+        self._policy, self._call = policy, call
         self._operations: float | None = None  # of the first step, without recomputation
         self._memory = ""  # what the optimizer is given instead of what it was compiled with
         self._savings: list[float] | None = None  # of each piece
@@ -282,7 +290,7 @@ class _Planner:
         return self.steps[-1]
 
     def _compile(self, pieces: Pieces, x: Tree, y: Tree) -> PlannedStep:
-        recompute_only(pieces, self._model, backend)
+        recompute_only(pieces, self._model, backend, self._policy)
         planned = backend.planned_step(self._model, x, y, self._device)
         assert planned is not None
         self._operations = self._operations or planned.operations
@@ -334,7 +342,7 @@ class _Planner:
             found = self._compile(pieces, *_first((x, y), size)).bytes
             if found <= budget:
                 calls = [f"kmp.scaled(..., {self._memory})"] if self._memory else []
-                calls += [_call_of_recompute(_are_segments(pieces))] if pieces else []
+                calls += [self._call] if pieces else []
                 also = f" with {' and '.join(calls)}" if calls else ""
                 return (
                     f"A batch of {size} fits{also}, at {_gigabytes(found)} by XLA: with as many "

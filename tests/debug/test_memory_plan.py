@@ -9,7 +9,7 @@ import pytest
 import kmp
 from kmp._backend import backend
 from kmp._backend.types import PlannedProgram
-from kmp._keras.blocks import recomputed_in
+from kmp._keras.blocks import policy_in, recomputed_in
 from kmp._keras.recompute import is_recomputed
 from kmp._keras.training import build_for_training
 
@@ -252,6 +252,27 @@ def test_segments_are_chosen_as_in_recompute(planned):
     assert plan.blocks == (names[2], names[4])
     with pytest.raises(ValueError, match="of memory_plan must be a whole number"):
         plan_above(model, 1000, segments=1)
+
+
+def test_a_policy_is_planned_and_named(planned, monkeypatch):
+    seen, plain = [], backend.planned_step
+
+    def planned_step(model, *arguments):
+        seen.append((sum(recomputed(model)), policy_in(model)))
+        return plain(model, *arguments)
+
+    monkeypatch.setattr(backend, "planned_step", planned_step)
+    model = make_model()
+    plan = plan_above(model, 800, policy="dots_saveable")
+    policy = backend.recompute_policy("dots_saveable")
+    assert seen == [(0, None), (1, policy), (2, policy)]
+    *_, line = str(plan).splitlines()
+    assert line.endswith("path in plan.paths, policy='dots_saveable')")
+    exec(line, {"kmp": kmp, "model": model, "plan": plan})
+    assert recomputed(model)[1:4] == [True, True, False] and policy_in(model) is policy
+    with pytest.raises(ValueError, match="dots_saveable"):
+        plan_of(model, 1e9, policy="dots")
+    assert policy_in(model) is policy
 
 
 def test_blocks_that_were_computed_again_still_are(planned):
