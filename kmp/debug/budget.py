@@ -339,7 +339,13 @@ class _Planner:
             size //= 2
             if whole - a_sample * (samples - size) > budget and size > 1 and a_sample:
                 continue
-            found = self._compile(pieces, *_first((x, y), size)).bytes
+            try:
+                found = self._compile(pieces, *_first((x, y), size)).bytes
+            except Exception as error:  # a loss, or an Input, that is written for one size
+                return (
+                    f"No smaller batch can be planned: with {size} samples the step raises "
+                    f"{type(error).__name__}."
+                )
             if found <= budget:
                 calls = [f"kmp.scaled(..., {self._memory})"] if self._memory else []
                 calls += [self._call] if pieces else []

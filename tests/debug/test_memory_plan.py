@@ -213,6 +213,25 @@ def test_blocks_that_save_nothing_are_left_alone(planned):
     assert planned.compiled[-1] == (4, 0)
 
 
+def test_a_model_that_takes_one_size_of_batch_gets_the_other_advice():
+    """Its loss is written for eight rows, as that of a retrieval model over its batch."""
+    model = make_model(blocks=2, optimizer="sgd")
+    names = keras.ops.eye(8, 16)
+    model.compile("sgd", lambda y, y_pred: keras.ops.mean((y_pred - names) ** 2))
+
+    def whole_step(model, x, y, device=None):
+        arrays = [np.zeros(each.shape, "float32") for each in (x, y)]
+        value = model.compute_loss(y=arrays[1], y_pred=model(arrays[0]))
+        return PlannedProgram(10**6 if value.shape == () else 0, 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "planned_step", whole_step)
+        plan = plan_of(model, 1000)
+    assert not plan.fits and plan.step.batch_size == 8
+    assert plan.advice[0].startswith("No smaller batch can be planned: with 4 samples the step")
+    assert "bfloat16" in plan.advice[-1]
+
+
 def test_a_layer_alone_gets_the_advice_alone(planned):
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16)])
     model.compile(kmp.scaled("adam"), "mse")
