@@ -278,7 +278,7 @@ def page() -> None:
     trained = [each for each in states if each != ["Keras cannot"]]
     right = [each for each in trained if set(each) <= {"met", "cannot"}]
     counts = (
-        f"Of {len(trained)} programs that run, {len(right)} are told the truth under both budgets:\n"
+        f"Of {len(trained)} programs that run {len(right)} are told the truth under both budgets:\n"
         f"{sum(each.count('met') for each in right)} budgets are met, "
         f"{sum(each.count('cannot') for each in right)} cannot be."
     )

@@ -16,6 +16,7 @@ from kmp._keras import check_model, path_of
 from kmp._keras.blocks import (
     Pieces,
     chosen_pieces,
+    other_pieces,
     policy_in,
     recompute_only,
     recomputed_in,
@@ -140,7 +141,8 @@ def memory_plan(
     further block, so the number that is needed is known; that step is compiled too, and its number
     is XLA's own. Blocks are taken from the front:
     the last are in memory anyway when the backward pass begins. A model without blocks is cut into
-    segments, as in `kmp.recompute`; they save in proportion to what their layers put out.
+    segments, as in `kmp.recompute`; they save in proportion to what their layers put out. So is
+    one whose blocks do not save enough.
 
     Computing again costs operations and changes no number. Only where it is not enough, the slots
     of the optimizer are planned in int8, or its remainders of bfloat16 weights too. If nothing
@@ -187,16 +189,21 @@ def memory_plan(
     pieces = chosen_pieces(model, filter_fn, segments, "memory_plan")
     chosen = None if policy is None else backend.recompute_policy(policy)
     build_for_training(model, x, y)
-    call = _call_of_recompute(_are_segments(pieces), policy)
-    planner = _Planner(model, pieces, device, chosen, call)
     before, policy_before, optimizer = recomputed_in(model), policy_in(model), model.optimizer
     try:
-        advice = planner.plan(x, y, budget)
+        planner = _Planner(model, pieces, device, policy, chosen)
+        planner.fit(x, y, budget)
+        others = other_pieces(model, pieces) if filter_fn is None and segments is None else ()
+        if planner.steps[-1].bytes > budget and others:
+            model.optimizer = optimizer
+            other = _Planner(model, others, device, policy, chosen, planner)
+            other.fit(x, y, budget)
+            planner = min(other, planner, key=lambda each: each.steps[-1].bytes)
+        advice = planner.otherwise(x, y, budget)
     finally:
         model.optimizer = optimizer
         recompute_only(before, model, backend, policy_before)
-    names = tuple(x.last if isinstance(x, Segment) else path_of(x) for x in pieces)
-    return MemoryPlan(budget, names, tuple(planner.steps), advice, call)
+    return MemoryPlan(budget, planner.names, tuple(planner.steps), advice, planner.call)
 
 
 class _Planner:
@@ -206,31 +213,49 @@ class _Planner:
         model: built for training.
         pieces: what may be computed again, in the order of the model.
         device: the device to compile for, or None.
-        policy: of recomputation, or None.
-        call: the line with which the pieces are computed again.
+        policy: of recomputation as the user wrote it, or None.
+        chosen: the same as the backend takes it.
+        first: one that has compiled the step without recomputation.
     """
 
-    def __init__(self, model: keras.Model, pieces: Pieces, device: Any, policy: Any, call: str):
-        self.steps: list[PlannedStep] = []
+    def __init__(
+        self,
+        model: keras.Model,
+        pieces: Pieces,
+        device: Any,
+        policy: Any = None,
+        chosen: Any = None,
+        first: "_Planner | None" = None,
+    ):
         self._model, self._pieces, self._device = model, pieces, device
-        self._policy, self._call = policy, call
-        self._operations: float | None = None  # of the first step, without recomputation
+        self._policy = chosen
         self._memory = ""  # what the optimizer is given instead of what it was compiled with
+        self._optimizer = model.optimizer  # with that
         self._savings: list[float] | None = None  # of each piece
-        self._whole = 0  # bytes of the first step
+        # Of the step without recomputation.
+        self._operations: float | None = first._operations if first else None
+        self._whole: PlannedStep | None = first._whole if first else None
+        self.steps: list[PlannedStep] = [self._whole] if self._whole else []
+        self.call = _call_of_recompute(_are_segments(pieces), policy)
+        self.names = tuple(x.last if isinstance(x, Segment) else path_of(x) for x in pieces)
 
-    def plan(self, x: Tree, y: Tree, budget: int) -> tuple[str, ...]:
-        """Compile until a step is within the budget; if none is, return what else to do."""
+    def fit(self, x: Tree, y: Tree, budget: int) -> None:
+        """Compile until a step is within the budget; the last is that, or the smallest."""
         step = self._search(x, y, budget, 0)
-        now, ways = _state(self._model, _memory_of(self._model.optimizer)), _ways(self._model)
-        for words, memory in ways:
+        now = _state(self._model, _memory_of(self._model.optimizer))
+        for words, memory in _ways(self._model):
             saved = now - _state(self._model, memory)
             if step.bytes > budget >= step.bytes - saved:
                 self._take(words, memory)
                 step = self._search(x, y, budget, saved)
+
+    def otherwise(self, x: Tree, y: Tree, budget: int) -> tuple[str, ...]:
+        """What else to do if the last step is not within the budget."""
+        step = self.steps[-1]
         if step.bytes <= budget:
             return ()
-        states = _smaller_state(self._model, step, budget)
+        self._model.optimizer = self._optimizer
+        states, ways = _smaller_state(self._model, step, budget), _ways(self._model)
         batch = self._smaller_batch(x, y, step, budget)
         if batch is None and not self._memory:
             self._take(*ways[-1])
@@ -239,7 +264,8 @@ class _Planner:
 
     def _take(self, words: str, memory: HalfMemory) -> None:
         """Plan with another optimizer from now on."""
-        self._memory, self._model.optimizer = words, _with_memory(self._model, memory)
+        self._memory, self._optimizer = words, _with_memory(self._model, memory)
+        self._model.optimizer = self._optimizer
 
     def _search(self, x: Tree, y: Tree, budget: int, saved: int) -> PlannedStep:
         """Compile with more and more pieces until it fits; the smallest step if none does.
@@ -247,9 +273,9 @@ class _Planner:
         Args:
             saved: what the optimizer as it is now saves of every step.
         """
-        if not self.steps:
-            self._whole = self._with_first(0, x, y).bytes
-        number, excess = 0, self._whole - saved - budget
+        if self._whole is None:
+            self._whole = self._with_first(0, x, y)
+        number, excess = 0, self._whole.bytes - saved - budget
         plain = [each for each in self.steps if not each.memory]
         fit = [each.blocks for each in plain if each.bytes - saved <= budget]
         if excess <= 0 or not self._pieces:
@@ -304,7 +330,8 @@ class _Planner:
         too if it is like the first; others of its kind save as much for their size.
         """
         if self._savings is None:
-            whole, one = self._whole, self._with_first(1, x, y).bytes
+            assert self._whole is not None
+            whole, one = self._whole.bytes, self._with_first(1, x, y).bytes
             kinds = [_kind_of(each) for each in self._pieces]
             sizes = [_size_of(each) for each in self._pieces]
             rates = {kinds[0]: max(whole - one, 0) / sizes[0]}
@@ -348,7 +375,7 @@ class _Planner:
                 )
             if found <= budget:
                 calls = [f"kmp.scaled(..., {self._memory})"] if self._memory else []
-                calls += [self._call] if pieces else []
+                calls += [self.call] if pieces else []
                 also = f" with {' and '.join(calls)}" if calls else ""
                 return (
                     f"A batch of {size} fits{also}, at {_gigabytes(found)} by XLA: with as many "
