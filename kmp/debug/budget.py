@@ -463,7 +463,9 @@ def _samples(x: Tree) -> int:
 def _first(data: Tree, size: int) -> Tree:
     """What stands for the first samples of arrays; of these only shapes and dtypes count."""
 
-    def first(x: Any) -> keras.KerasTensor:
+    def first(x: Any) -> keras.KerasTensor | None:
+        if x is None:  # a model whose loss needs no targets
+            return None
         return keras.KerasTensor((size, *x.shape[1:]), keras.backend.standardize_dtype(x.dtype))
 
     return keras.tree.map_structure(first, data)

@@ -214,6 +214,14 @@ def test_blocks_that_save_nothing_are_left_alone(planned):
     assert planned.compiled[-1] == (4, 0)
 
 
+def test_a_smaller_batch_without_targets(planned, monkeypatch):
+    monkeypatch.setattr("kmp.debug.budget.build_for_training", lambda model, x, y: None)
+    model = make_model(blocks=2, optimizer="sgd")
+    build_for_training(model, X, X)
+    plan = kmp.debug.memory_plan(model, X, None, held(model) + 500, device="h100")
+    assert plan.advice[0].startswith("A batch of 4 fits")
+
+
 def test_a_model_that_takes_one_size_of_batch_gets_the_other_advice():
     """Its loss is written for eight rows, as that of a retrieval model over its batch."""
     model = make_model(blocks=2, optimizer="sgd")
