@@ -2,6 +2,7 @@
 
 import keras
 import keras_rs
+import numpy as np
 from keras import layers
 from program import BATCH, Program, classes, images, random
 
@@ -75,7 +76,8 @@ def towers_model():
 
 def visits():
     """Who took what."""
-    return {"user": classes(USERS), "item": random().permutation(ITEMS)[:BATCH]}, classes(2)
+    items = np.resize(random().permutation(ITEMS), BATCH)
+    return {"user": classes(USERS), "item": items}, classes(2)
 
 
 def ranking_model():

@@ -125,7 +125,7 @@ def moves():
     """A few steps of a game; the rewards are part of the inputs."""
     x = {"state": images((4,)), "next": images((4,)) + 0.1, "action": classes(ACTIONS)}
     x["reward"] = random().random(BATCH).astype("float32")
-    x["done"] = np.array([1, 0, 0, 0], "float32")
+    x["done"] = np.resize([1, 0, 0, 0], BATCH).astype("float32")
     return x, None
 
 

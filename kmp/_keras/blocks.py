@@ -120,6 +120,12 @@ def _pieces_of(model: Model) -> Pieces:
     return _cut(graph) or blocks
 
 
+def other_pieces(model: Model, pieces: Pieces) -> Pieces:
+    """The segments of a model whose blocks `chosen_pieces` has chosen; none if it cannot be cut."""
+    graph = None if pieces and isinstance(pieces[0], Segment) else _largest_graph(model)
+    return [] if graph is None else _cut(graph)
+
+
 def _are_most_of(graph: Any, blocks: Sequence[Layer]) -> bool:
     """Whether blocks keep at least half of what all layers of a graph keep for the gradient."""
     within = {id(block) for block in blocks}

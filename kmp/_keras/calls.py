@@ -9,8 +9,8 @@ for layers: subclassed, nested and shared layers all pass through these two.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 from keras import Layer, Operation
@@ -56,6 +56,22 @@ class Call:
         return path if repeat == "1" else f"{path} (call {repeat})"
 
 
+class Kept(NamedTuple):
+    """What one block or segment that is computed again would keep for the gradient.
+
+    Attributes:
+        path: of the block, or the name of the segment.
+        inputs: the tensors that it keeps: its inputs and their masks.
+        outputs: what it returns.
+        span: the times at which it began and ended.
+    """
+
+    path: str
+    inputs: Sequence[Any]
+    outputs: Tree
+    span: tuple[int, int]
+
+
 class Recorder:
     """Holds the calls that `recording` sees.
 
@@ -66,6 +82,7 @@ class Recorder:
 
     Attributes:
         calls: list of `Call`, in the order in which they began.
+        kept: list of `Kept`, of what `kmp.recompute` has chosen, in the order in which it ran.
         clock: int, the time: how often something was seen.
     """
 
@@ -75,6 +92,7 @@ class Recorder:
         keys: Collection[str] | None = None,
     ):
         self.calls: list[Call] = []
+        self.kept: list[Kept] = []
         self.clock = 0
         self._watch, self._keys = watch, keys
         self._stack: list[Call] = []
@@ -130,6 +148,15 @@ class Recorder:
         call.outputs = self._seen(call, "output", function(call.layer, *args, **kwargs))
         call.dtype = getattr(call.layer, "compute_dtype", None) or _dtype_of(call.outputs)
         return call.outputs
+
+    def keep(self, path: str, inputs: Sequence[Any], function: Callable[[], Tree]) -> Tree:
+        """Call what would be computed again, and return its outputs."""
+        if not self.is_on():
+            return function()
+        start = self._tick()
+        outputs = function()
+        self.kept.append(Kept(path, inputs, outputs, (start, self._tick())))
+        return outputs
 
     def _seen(self, call: Call, role: str, tree: Tree) -> Tree:
         time = self._tick()
@@ -196,7 +223,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
     Layer.__call__, Operation.__call__ = call_layer, call_operation
     try:
-        with calling_plainly():  # inside a pure function there are tracers instead of numbers
+        # Inside a pure function there are tracers instead of numbers.
+        with calling_plainly(recorder.keep):
             yield
     finally:
         Layer.__call__, Operation.__call__ = layer_call, operation_call

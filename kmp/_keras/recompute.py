@@ -18,7 +18,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-from kmp._keras import layers_of, without_autocast
+from kmp._keras import layers_of, path_of, without_autocast
 from kmp._keras.buffers import kept_buffers
 
 Tensor: TypeAlias = Any
@@ -28,22 +28,29 @@ Tree: TypeAlias = Any  # nested lists, tuples and dicts of tensors
 # scopes of the forward pass, and on CUDA PyTorch runs it in a thread of its own.
 _STATE = ("autocast_scope", "current_call_ctx", "distribution", "name_scope_stack", "torch_device")
 
-_plainly = contextvars.ContextVar("kmp_calls_plainly", default=False)
+_plainly: contextvars.ContextVar[Callable[..., Tree] | None] = contextvars.ContextVar(
+    "kmp_calls_plainly", default=None
+)
+
+
+def _call(path: str, tensors: Sequence[Tensor], function: Callable[[], Tree]) -> Tree:
+    return function()
 
 
 @contextlib.contextmanager
-def calling_plainly() -> Iterator[None]:
-    """Within, in this thread, no call is made a pure function: each layer sees its own tensors."""
-    token = _plainly.set(True)
+def calling_plainly(through: Callable[..., Tree] = _call) -> Iterator[None]:
+    """Within, in this thread, no call is made a pure function: each layer sees its own tensors.
+
+    Args:
+        through: runs what would be computed again: called with the name of the block or segment,
+            the tensors that it would keep, and a function without arguments, whose outputs it
+            returns.
+    """
+    token = _plainly.set(through)
     try:
         yield
     finally:
         _plainly.reset(token)
-
-
-def is_calling_plainly() -> bool:
-    """Whether no call is made a pure function here: within `calling_plainly`, or symbolically."""
-    return _plainly.get() or in_symbolic_scope()
 
 
 def is_recomputed(layer: Any) -> bool:
@@ -64,15 +71,15 @@ def recompute_calls(layer: Any, backend: Any, policy: Any = None) -> None:
     @backend.untraced
     @functools.wraps(plain_call)
     def call(*args: Any, **kwargs: Any) -> Tree:
-        if is_calling_plainly():
-            return plain_call(*args, **kwargs)
-        return call_again(plain_call, args, kwargs, layers_of(layer), backend, policy)
+        inside = layers_of(layer)
+        return call_again(path_of(layer), plain_call, args, kwargs, inside, backend, policy)
 
     call.plain_call, call.policy = plain_call, policy
     vars(layer)["call"] = call  # `setattr` would have Keras look for layers and variables in it
 
 
 def call_again(
+    path: str,
     function: Callable[..., Tree],
     args: Any,
     kwargs: Any,
@@ -83,13 +90,18 @@ def call_again(
     """Call a function once now, and once more for the gradient.
 
     Args:
+        path: of the block, or the name of the segment.
         function: what is computed twice.
         args, kwargs: its arguments, with tensors in them.
         layers: all that it calls. The first owns the losses that none of them has added.
         backend: the `Backend`.
         policy: what inside is kept all the same, as `Backend.recompute` takes it.
     """
+    if in_symbolic_scope():
+        return function(*args, **kwargs)
     tensors, masks, fill = _taken_apart((args, kwargs))
+    if (through := _plainly.get()) is not None:
+        return through(path, tensors + masks, lambda: function(*args, **kwargs))
     number = len(tensors)
     pure = _PureCall(layers, function, lambda inputs: fill(*_split(inputs, number)), backend)
     return pure.finish(*backend.recompute(pure, tensors + masks, policy))

@@ -14,11 +14,12 @@ from typing import Any, TypeAlias
 
 import keras
 from keras import KerasTensor, Layer, Sequential
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.models.functional import Functional
 
 from kmp._keras import layers_of, parts_of
 from kmp._keras.cutting import Part
-from kmp._keras.recompute import call_again, is_calling_plainly
+from kmp._keras.recompute import call_again
 
 Tensor: TypeAlias = Any
 Node: TypeAlias = Any
@@ -166,7 +167,7 @@ def recompute_segments(segments: Sequence[Segment], backend: Any, policy: Any = 
     def run(inputs: Any, operation_fn: Any = lambda x: x, call_fn: Any = None) -> Any:
         given = keras.tree.flatten(inputs)
         symbolic = any(isinstance(x, KerasTensor) for x in given)
-        if symbolic or call_fn is not None or is_calling_plainly():
+        if symbolic or call_fn is not None or in_symbolic_scope():
             return run_through(inputs, operation_fn, call_fn)
         values = dict(zip(map(id, graph.inputs), given, strict=True))
         for each in (*segments, rest):
@@ -175,7 +176,8 @@ def recompute_segments(segments: Sequence[Segment], backend: Any, policy: Any = 
                 outputs = each.run(inputs, operation_fn)
             else:
                 layers = [graph, *each.layers]
-                outputs = call_again(each.run, (inputs, operation_fn), {}, layers, backend, policy)
+                arguments = inputs, operation_fn
+                outputs = call_again(each.last, each.run, arguments, {}, layers, backend, policy)
             values.update(zip(map(id, each.outputs), outputs, strict=True))
         return keras.tree.pack_sequence_as(graph.output, [values[id(x)] for x in graph.outputs])
 

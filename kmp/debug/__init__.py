@@ -2,7 +2,7 @@
 
 from kmp.debug.budget import MemoryPlan, PlannedStep, memory_plan
 from kmp.debug.diagnosis import Diagnosis, diagnose
-from kmp.debug.memory import MemoryReport, MemoryUse, memory_report
+from kmp.debug.memory import BlockUse, MemoryReport, MemoryUse, memory_report
 from kmp.debug.nonfinite import NonfiniteReport, locate_nonfinite
 from kmp.debug.precisions import LayerPrecision, PrecisionReport, compare_precisions
 from kmp.debug.ranges import LayerRange, Share
@@ -10,6 +10,7 @@ from kmp.debug.stats import TensorStats, sqnr, tensor_stats
 from kmp.debug.unusual import Growth, SpikeExplanation, explain_spike
 
 __all__ = [
+    "BlockUse",
     "Diagnosis",
     "Growth",
     "LayerPrecision",

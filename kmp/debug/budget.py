@@ -16,6 +16,7 @@ from kmp._keras import check_model, path_of
 from kmp._keras.blocks import (
     Pieces,
     chosen_pieces,
+    other_pieces,
     policy_in,
     recompute_only,
     recomputed_in,
@@ -60,7 +61,7 @@ class MemoryPlan:
         steps: tuple of `PlannedStep`, each that was compiled; the last of them is the plan.
         advice: tuple of str, what else would make the step smaller, if it does not fit; what costs
             least comes first.
-        in_segments: bool, whether the blocks are segments.
+        call: str, the line with which the blocks, or segments, are computed again.
 
     Example:
 
@@ -74,7 +75,7 @@ class MemoryPlan:
     blocks: tuple[str, ...]
     steps: tuple[PlannedStep, ...]
     advice: tuple[str, ...]
-    in_segments: bool = False
+    call: str = ""
 
     @property
     def step(self) -> PlannedStep:
@@ -112,12 +113,14 @@ class MemoryPlan:
         if self.fits and self.step.memory:
             lines.append(f"model.compile(kmp.scaled(..., {self.step.memory}), ...)")
         if self.fits and self.paths:
-            chosen = "segments=plan.paths" if self.in_segments else _BY_PATH
-            lines.append(f"kmp.recompute(model, {chosen})")
+            lines.append(self.call)
         return "\n".join([*lines, *self.advice])
 
 
-_BY_PATH = "lambda layer, path: path in plan.paths"
+def _call_of_recompute(in_segments: bool, policy: Any) -> str:
+    chosen = "segments=plan.paths" if in_segments else "lambda layer, path: path in plan.paths"
+    name = getattr(policy, "__name__", repr(policy))
+    return f"kmp.recompute(model, {chosen}{'' if policy is None else f', policy={name}'})"
 
 
 def memory_plan(
@@ -128,6 +131,7 @@ def memory_plan(
     filter_fn: Callable[[Layer, str], bool] | None = None,
     device: Any = None,
     segments: int | Sequence[str] | None = None,
+    policy: Any = None,
 ) -> MemoryPlan:
     """Choose how many blocks to compute again, so that a training step fits in a budget.
 
@@ -137,10 +141,12 @@ def memory_plan(
     further block, so the number that is needed is known; that step is compiled too, and its number
     is XLA's own. Blocks are taken from the front:
     the last are in memory anyway when the backward pass begins. A model without blocks is cut into
-    segments, as in `kmp.recompute`; they save in proportion to what their layers put out.
+    segments, as in `kmp.recompute`; they save in proportion to what their layers put out. So is
+    one whose blocks do not save enough.
 
-    Computing again costs operations and changes no number. Only where all blocks are not enough,
-    the slots of the optimizer are planned in int8, or its remainders of bfloat16 weights too.
+    Computing again costs operations and changes no number. Only where it is not enough, the slots
+    of the optimizer are planned in int8, or its remainders of bfloat16 weights too. If nothing
+    fits, the plan is the smallest step: where blocks are small, all may take more than some.
 
     Nothing runs, and the model stays as it is. Needs the JAX backend, and no accelerator: what it
     finds holds for PyTorch and TensorFlow in its order, not in its bytes.
@@ -155,6 +161,8 @@ def memory_plan(
             `jax.Device`. The default device if left out, which must not be a CPU. NVIDIA's need
             the extra `h100`, a TPU the extra `tpu`.
         segments: how to cut the model, as in `kmp.recompute`.
+        policy: what is kept inside all the same, as in `kmp.recompute`. With "dots_saveable" it
+            costs hardly any operations, and saves less.
 
     Returns:
         `MemoryPlan`; print it.
@@ -163,8 +171,8 @@ def memory_plan(
         NotImplementedError: on TensorFlow and PyTorch, which cannot plan a step.
         TypeError: if `model` is no Keras model.
         ValueError: if it is not built or compiled, `budget` is no number of bytes above 0,
-            `device` is a CPU or unknown, or a `keras.distribution` is set: the plan is for one
-            device.
+            `device` is a CPU or unknown, `policy` is none of JAX, or a `keras.distribution` is set:
+            the plan is for one device.
 
     Example:
 
@@ -179,17 +187,23 @@ def memory_plan(
     budget = _bytes_of(budget)
     _check(model, device)
     pieces = chosen_pieces(model, filter_fn, segments, "memory_plan")
+    chosen = None if policy is None else backend.recompute_policy(policy)
     build_for_training(model, x, y)
-    planner = _Planner(model, pieces, device)
-    before, policy, optimizer = recomputed_in(model), policy_in(model), model.optimizer
+    before, policy_before, optimizer = recomputed_in(model), policy_in(model), model.optimizer
     try:
-        advice = planner.plan(x, y, budget)
+        planner = _Planner(model, pieces, device, policy, chosen)
+        planner.fit(x, y, budget)
+        others = other_pieces(model, pieces) if filter_fn is None and segments is None else ()
+        if planner.steps[-1].bytes > budget and others:
+            model.optimizer = optimizer
+            other = _Planner(model, others, device, policy, chosen, planner)
+            other.fit(x, y, budget)
+            planner = min(other, planner, key=lambda each: each.steps[-1].bytes)
+        advice = planner.otherwise(x, y, budget)
     finally:
         model.optimizer = optimizer
-        recompute_only(before, model, backend, policy)
-    in_segments = any(isinstance(piece, Segment) for piece in pieces)
-    names = tuple(x.last if isinstance(x, Segment) else path_of(x) for x in pieces)
-    return MemoryPlan(budget, names, tuple(planner.steps), advice, in_segments)
+        recompute_only(before, model, backend, policy_before)
+    return MemoryPlan(budget, planner.names, tuple(planner.steps), advice, planner.call)
 
 
 class _Planner:
@@ -199,55 +213,97 @@ class _Planner:
         model: built for training.
         pieces: what may be computed again, in the order of the model.
         device: the device to compile for, or None.
+        policy: of recomputation as the user wrote it, or None.
+        chosen: the same as the backend takes it.
+        first: one that has compiled the step without recomputation.
     """
 
-    def __init__(self, model: keras.Model, pieces: Pieces, device: Any):
-        self.steps: list[PlannedStep] = []
+    def __init__(
+        self,
+        model: keras.Model,
+        pieces: Pieces,
+        device: Any,
+        policy: Any = None,
+        chosen: Any = None,
+        first: "_Planner | None" = None,
+    ):
         self._model, self._pieces, self._device = model, pieces, device
-        self._operations: float | None = None  # of the first step, without recomputation
+        self._policy = chosen
         self._memory = ""  # what the optimizer is given instead of what it was compiled with
+        self._optimizer = model.optimizer  # with that
         self._savings: list[float] | None = None  # of each piece
+        # Of the step without recomputation.
+        self._operations: float | None = first._operations if first else None
+        self._whole: PlannedStep | None = first._whole if first else None
+        self.steps: list[PlannedStep] = [self._whole] if self._whole else []
+        self.call = _call_of_recompute(_are_segments(pieces), policy)
+        self.names = tuple(x.last if isinstance(x, Segment) else path_of(x) for x in pieces)
 
-    def plan(self, x: Tree, y: Tree, budget: int) -> tuple[str, ...]:
-        """Compile until a step is within the budget; if none is, return what else to do."""
+    def fit(self, x: Tree, y: Tree, budget: int) -> None:
+        """Compile until a step is within the budget; the last is that, or the smallest."""
         step = self._search(x, y, budget, 0)
-        now, ways = _state(self._model, _memory_of(self._model.optimizer)), _ways(self._model)
-        for words, memory in ways:
+        now = _state(self._model, _memory_of(self._model.optimizer))
+        for words, memory in _ways(self._model):
             saved = now - _state(self._model, memory)
             if step.bytes > budget >= step.bytes - saved:
                 self._take(words, memory)
                 step = self._search(x, y, budget, saved)
+
+    def otherwise(self, x: Tree, y: Tree, budget: int) -> tuple[str, ...]:
+        """What else to do if the last step is not within the budget."""
+        step = self.steps[-1]
         if step.bytes <= budget:
             return ()
-        states = _smaller_state(self._model, step, budget)
-        batch = self._smaller_batch(x, y, step.bytes, budget)
+        self._model.optimizer = self._optimizer
+        states, ways = _smaller_state(self._model, step, budget), _ways(self._model)
+        batch = self._smaller_batch(x, y, step, budget)
         if batch is None and not self._memory:
             self._take(*ways[-1])
-            batch = self._smaller_batch(x, y, step.bytes, budget)
+            batch = self._smaller_batch(x, y, step, budget)
         return (batch or "No smaller batch fits, not even of a single sample.", *states)
 
     def _take(self, words: str, memory: HalfMemory) -> None:
         """Plan with another optimizer from now on."""
-        self._memory, self._model.optimizer = words, _with_memory(self._model, memory)
+        self._memory, self._optimizer = words, _with_memory(self._model, memory)
+        self._model.optimizer = self._optimizer
 
     def _search(self, x: Tree, y: Tree, budget: int, saved: int) -> PlannedStep:
-        """Compile with more and more pieces until it fits.
+        """Compile with more and more pieces until it fits; the smallest step if none does.
 
         Args:
-            saved: what the optimizer as it is now saves of the first step.
+            saved: what the optimizer as it is now saves of every step.
         """
-        whole = self._with_first(0, x, y) if not self.steps else self.steps[0]
-        if whole.bytes - saved <= budget or not self._pieces:
-            step = self._with_first(0, x, y)
-            number, excess = 0, step.bytes - budget
-        else:
-            number, excess, step = 0, whole.bytes - saved - budget, None
+        if self._whole is None:
+            self._whole = self._with_first(0, x, y)
+        number, excess = 0, self._whole.bytes - saved - budget
+        plain = [each for each in self.steps if not each.memory]
+        fit = [each.blocks for each in plain if each.bytes - saved <= budget]
+        if excess <= 0 or not self._pieces:
+            excess = self._with_first(0, x, y).bytes - budget
         while excess > 0 and number < len(self._pieces):
             number = self._enough(number, excess, self._savings_of_each(x, y))
-            step = self._with_first(number, x, y)
-            excess = step.bytes - budget
-        assert step is not None
-        return step
+            excess = self._with_first(number, x, y).bytes - budget
+        if excess > 0 and fit:  # the line has passed by what is known to do
+            excess = self._with_first(min(fit), x, y).bytes - budget
+        return self._smallest(x, y, budget) if excess > 0 else self.steps[-1]
+
+    def _smallest(self, x: Tree, y: Tree, budget: int) -> PlannedStep:
+        """The step of fewest bytes with this optimizer, as the last; or one that fits.
+
+        Where blocks are small beside what XLA adds to compute them again, more of them may take
+        more. Then the numbers on both sides of the best are halved down to it.
+        """
+        while True:
+            steps = [each for each in self.steps if each.memory == self._memory]
+            best = min(steps, key=lambda step: (step.bytes, step.blocks))
+            below = [each.blocks for each in steps if each.blocks < best.blocks]
+            above = [each.blocks for each in steps if each.blocks > best.blocks]
+            gaps = [(max(below), best.blocks)] if below and above else []
+            gaps += [(best.blocks, min(above))] if above else []
+            start, stop = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
+            if best.bytes <= budget or stop - start < 2:
+                return self._with_first(best.blocks, x, y)
+            self._with_first((start + stop) // 2, x, y)
 
     def _with_first(self, number: int, x: Tree, y: Tree) -> PlannedStep:
         """The step with the first so many pieces computed again, which is noted."""
@@ -260,7 +316,7 @@ class _Planner:
         return self.steps[-1]
 
     def _compile(self, pieces: Pieces, x: Tree, y: Tree) -> PlannedStep:
-        recompute_only(pieces, self._model, backend)
+        recompute_only(pieces, self._model, backend, self._policy)
         planned = backend.planned_step(self._model, x, y, self._device)
         assert planned is not None
         self._operations = self._operations or planned.operations
@@ -274,7 +330,8 @@ class _Planner:
         too if it is like the first; others of its kind save as much for their size.
         """
         if self._savings is None:
-            whole, one = self.steps[0].bytes, self._with_first(1, x, y).bytes
+            assert self._whole is not None
+            whole, one = self._whole.bytes, self._with_first(1, x, y).bytes
             kinds = [_kind_of(each) for each in self._pieces]
             sizes = [_size_of(each) for each in self._pieces]
             rates = {kinds[0]: max(whole - one, 0) / sizes[0]}
@@ -296,21 +353,30 @@ class _Planner:
                 return i
         return len(savings)
 
-    def _smaller_batch(self, x: Tree, y: Tree, whole: int, budget: int) -> str | None:
+    def _smaller_batch(self, x: Tree, y: Tree, step: PlannedStep, budget: int) -> str | None:
         """The largest half, quarter, ... of the batch that fits; None if none does.
 
-        `whole` are the bytes with all of it. A sample takes nearly as many in any batch, so that
-        few sizes need to be compiled.
+        `step` is that with all of it. A sample takes nearly as many bytes in any batch, so that few
+        sizes need to be compiled.
         """
+        whole, pieces = step.bytes, self._pieces[: step.blocks]
         size = samples = _samples(x)
         a_sample = 0.0
         while size > 1:
             size //= 2
             if whole - a_sample * (samples - size) > budget and size > 1 and a_sample:
                 continue
-            found = self._compile(self._pieces, *_first((x, y), size)).bytes
+            try:
+                found = self._compile(pieces, *_first((x, y), size)).bytes
+            except Exception as error:  # a loss, or an Input, that is written for one size
+                return (
+                    f"No smaller batch can be planned: with {size} samples the step raises "
+                    f"{type(error).__name__}."
+                )
             if found <= budget:
-                also = f" with kmp.scaled(..., {self._memory})" if self._memory else ""
+                calls = [f"kmp.scaled(..., {self._memory})"] if self._memory else []
+                calls += [self.call] if pieces else []
+                also = f" with {' and '.join(calls)}" if calls else ""
                 return (
                     f"A batch of {size} fits{also}, at {_gigabytes(found)} by XLA: with as many "
                     "more gradient_accumulation_steps, which keep a copy of the gradients, the "
@@ -374,6 +440,10 @@ def _smaller_state(model: keras.Model, step: PlannedStep, budget: int) -> list[s
     return lines
 
 
+def _are_segments(pieces: Pieces) -> bool:
+    return any(isinstance(piece, Segment) for piece in pieces)
+
+
 def _kind_of(piece: Layer | Segment) -> Any:
     """Equal for pieces that save as much for their size."""
     if isinstance(piece, Segment):
@@ -393,7 +463,9 @@ def _samples(x: Tree) -> int:
 def _first(data: Tree, size: int) -> Tree:
     """What stands for the first samples of arrays; of these only shapes and dtypes count."""
 
-    def first(x: Any) -> keras.KerasTensor:
+    def first(x: Any) -> keras.KerasTensor | None:
+        if x is None:  # a model whose loss needs no targets
+            return None
         return keras.KerasTensor((size, *x.shape[1:]), keras.backend.standardize_dtype(x.dtype))
 
     return keras.tree.map_structure(first, data)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -23,6 +23,27 @@ from kmp.precision.trees import HALF_DTYPES
 _HALF = "mixed_bfloat16"  # as many bytes as float16, and computed on every device
 
 
+class BlockUse(NamedTuple):
+    """Bytes of one block or segment that `kmp.recompute` has chosen, in one precision.
+
+    Attributes:
+        path: str, of the block, or the name of the layer that ends the segment.
+        kept: int, its input tensors and their masks, which it keeps for the gradient. A policy of
+            `kmp.recompute` keeps more on top. A `keras.Sequential` has its inputs in the dtype of
+            its own `keras.Input`, under which it was built, whatever its policy is now.
+        instead: int, the outputs of the layers inside, which it would keep otherwise.
+
+    Example:
+
+    >>> BlockUse("encoder/block", kept=2048, instead=20480).instead
+    20480
+    """
+
+    path: str
+    kept: int
+    instead: int
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
     """Bytes of one training step under one precision.
@@ -35,9 +56,11 @@ class MemoryUse:
         slots: what the optimizer keeps for each trainable variable: in its dtype, or as
             `kmp.scaled` was told, the remainders of bfloat16 weights included.
         activations: the outputs of all layers, in their dtypes, as if all were kept for the
-            backward pass and nothing else.
+            backward pass and nothing else. Where blocks are computed again, what they keep instead,
+            and the inside of the largest.
         compiled: what XLA itself needs beside arguments and results for the forward and backward
             pass of a compiled step; None where it does not say.
+        blocks: tuple of `BlockUse`, one for each time that a block computed again is called.
 
     Example:
 
@@ -51,6 +74,7 @@ class MemoryUse:
     slots: int
     activations: int
     compiled: int | None
+    blocks: tuple[BlockUse, ...] = ()
 
     @property
     def total(self) -> int:
@@ -83,7 +107,14 @@ class MemoryReport:
             counts = (row.parameters, row.gradients, row.slots, row.activations, row.total)
             compiled = "-" if row.compiled is None else f"{row.compiled / 1024:,.0f}"
             rows.append([row.precision, *(f"{n / 1024:,.0f}" for n in counts), compiled])
-        return table(rows)
+        full, mixed = (self.rows[i].blocks for i in (0, min(1, len(self.rows) - 1)))
+        if not full:
+            return table(rows)
+        blocks = [["KiB computed again", "kept", "instead of", "kept in half", "instead of"]]
+        for each in zip(full, mixed, strict=True):
+            numbers = [n for block in each for n in (block.kept, block.instead)]
+            blocks.append([each[0].path, *(f"{n / 1024:,.0f}" for n in numbers)])
+        return f"{table(rows)}\n\n{table(blocks)}"
 
 
 def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> MemoryReport:
@@ -94,7 +125,8 @@ def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> Memory
     scratch space: on JAX the step is compiled (not run) with the weights that the model has, and
     the last column is XLA's own count. It is that of float32 and of mixed precision if all weights
     are in float32, and else that of pure half precision. On other backends there is only the hand
-    count. Layers that always compute in float32 are counted in float32.
+    count. Layers that always compute in float32 are counted in float32. Of each block or segment
+    that `kmp.recompute` has chosen it says what it keeps, and what it would keep otherwise.
 
     Args:
         model: a built model. Slots are counted if it is compiled.
@@ -135,13 +167,14 @@ def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> Memory
     sample = _sample_of(model, batch_size) if x is None else _part_of(as_batch(x), batch_size)
     samples = keras.tree.flatten(sample)[0].shape[0]
     specs = [((batch_size, *each.shape[1:]), each.dtype) for each in keras.tree.flatten(sample)]
-    activations, compiled = {}, {}
+    activations: dict[str, _Activations] = {}
+    compiled = {}
     half = any(v.dtype in HALF_DTYPES for v in model.variables)
     with Preserved(model) as preserved:
         for policy in ("float32", _HALF):
             preserved.restore()
             with under(model, policy):
-                activations[policy] = _activation_bytes(model, sample) * batch_size // samples
+                activations[policy] = _activations(model, sample, batch_size / samples)
                 if policy == _HALF or not half:
                     loss = _loss_of(model, sample)
                     compiled[policy] = backend.compiled_bytes(model, specs, loss)
@@ -150,7 +183,7 @@ def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> Memory
 
 
 def _rows_of(
-    model: keras.Model, activations: dict[str, int], compiled: tuple[int | None, ...]
+    model: keras.Model, activations: dict[str, "_Activations"], compiled: tuple[int | None, ...]
 ) -> tuple[MemoryUse, ...]:
     """The three rows, from the bytes of activations by policy and XLA's counts by row."""
     floating = [v for v in model.variables if keras.backend.is_float_dtype(v.dtype)]
@@ -165,7 +198,8 @@ def _rows_of(
         """A row, from the bytes of a parameter and of a gradient's number."""
         parameters = parameter * numbers + others
         kept = slots["float32" if number == 4 else "bfloat16"]
-        return MemoryUse(name, parameters, number * trained, kept, activations[policy], xla)
+        found, blocks = activations[policy]
+        return MemoryUse(name, parameters, number * trained, kept, found, xla, blocks)
 
     return (
         use("float32", "float32", 4, 4, compiled[0]),
@@ -174,13 +208,48 @@ def _rows_of(
     )
 
 
-def _activation_bytes(model: keras.Model, sample: Tree) -> int:
-    """The bytes of the outputs of all layers."""
+class _Activations(NamedTuple):
+    """Bytes of activations, and those of blocks that are computed again."""
+
+    bytes: int
+    blocks: tuple[BlockUse, ...]
+
+
+def _activations(model: keras.Model, sample: Tree, times: float) -> _Activations:
+    """What a forward pass of a sample keeps, times a number.
+
+    Each tensor counts once: a cell returns its state twice, an identity what it was given.
+    """
     recorder, *_ = forward(model, (sample, None, None), training=True)
     leaves = [call for call in recorder.calls if not call.children]
-    # Each tensor once: a cell returns its state twice, an identity what it was given.
-    outputs = {id(x): x for call in leaves for x in floats(call.outputs)}
-    return sum(bytes_of(x.shape, x.dtype) for x in outputs.values())
+    kept: dict[int, Tensor] = {}
+    insides = []
+    for block in recorder.kept:
+        start, stop = block.span
+        inside = [call for call in leaves if start < call.span[0] < stop]
+        leaves = [call for call in leaves if not start < call.span[0] < stop]
+        insides.append(_each_once(x for call in inside for x in floats(call.outputs)))
+        kept |= _each_once([*block.inputs, *floats(block.outputs)])
+    kept |= _each_once(x for call in leaves for x in floats(call.outputs))
+    largest = [_bytes_in({k: x for k, x in inside.items() if k not in kept}) for inside in insides]
+    blocks = [
+        BlockUse(
+            block.path,
+            int(_bytes_in(_each_once(block.inputs)) * times),
+            int(_bytes_in(inside) * times),
+        )
+        for block, inside in zip(recorder.kept, insides, strict=True)
+    ]
+    total = _bytes_in(kept) + max(largest, default=0)
+    return _Activations(int(total * times), tuple(blocks))
+
+
+def _each_once(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    return {id(x): x for x in tensors}
+
+
+def _bytes_in(tensors: dict[int, Tensor]) -> int:
+    return sum(bytes_of(x.shape, x.dtype) for x in tensors.values())
 
 
 def _sample_of(model: keras.Model, batch_size: int) -> Tree:

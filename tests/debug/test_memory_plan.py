@@ -9,21 +9,22 @@ import pytest
 import kmp
 from kmp._backend import backend
 from kmp._backend.types import PlannedProgram
-from kmp._keras.blocks import recomputed_in
+from kmp._keras.blocks import policy_in, recomputed_in
 from kmp._keras.recompute import is_recomputed
+from kmp._keras.segments import Segment
 from kmp._keras.training import build_for_training
 
 X = np.zeros((8, 16), "float32")
 
 
-def make_model(blocks=6, width=16):
+def make_model(blocks=6, width=16, optimizer="adam"):
     keras.utils.set_random_seed(0)
     parts = [
         keras.Sequential([keras.layers.Dense(4 * width, "gelu"), keras.layers.Dense(width)])
         for _ in range(blocks)
     ]
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(width), *parts])
-    model.compile(kmp.scaled("adam"), "mse")
+    model.compile(kmp.scaled(optimizer), "mse")
     return model
 
 
@@ -160,13 +161,14 @@ def test_remainders_of_bfloat16_weights_are_made_smaller_last(planned):
 
 
 def test_what_does_not_fit_is_told_what_else_there_is(planned):
-    planned.saves = lambda model: -(10**6)
+    planned.saves = lambda model: 10 * sum(recomputed(model)) - 10**6
     model = make_model()
     plan = plan_above(model, 3 * 10**5)
     assert not plan.fits and plan.step.blocks == 6
     batch, *states = plan.advice
-    assert "A batch of 2 fits, at" in batch
-    assert planned.compiled[4:] == [(4, 6), (2, 6)]
+    line = "kmp.recompute(model, lambda layer, path: path in plan.paths)"
+    assert f"A batch of 2 fits with {line}, at" in batch
+    assert planned.compiled[-2:] == [(4, 6), (2, 6)]
     assert 'slot_dtype="int8"' in states[0] and "bfloat16" in states[1]
     assert "does not fit" in str(plan)
 
@@ -176,7 +178,67 @@ def test_a_smaller_batch_may_need_slots_in_int8(planned):
     model = make_model()
     plan = plan_of(model, in_int8(model) + 130_000)
     assert not plan.fits
-    assert plan.advice[0].startswith('A batch of 1 fits with kmp.scaled(..., slot_dtype="int8")')
+    assert plan.advice[0].startswith('A batch of 1 fits with kmp.scaled(..., slot_dtype="int8"), ')
+
+
+@pytest.mark.parametrize("budget", [805, 815])
+def test_where_more_blocks_take_more_the_smallest_step_is_the_plan(planned, budget):
+    """Two save 60 each, the third 70, and what XLA adds for the next takes more."""
+    planned.saves = lambda model: (0, 60, 120, 190, 80, 0, -80)[sum(recomputed(model))]
+    model = make_model(optimizer="sgd")  # no slots to make smaller
+    plan = plan_above(model, budget)
+    assert plan.step == (8, 3, held(model) + 810, 1.3, "") and plan.fits == (budget == 815)
+    assert planned.compiled[:6] == [(8, 0), (8, 1), (8, 2), (8, 4), (8, 6), (8, 3)]
+    if not plan.fits:
+        assert plan.advice[0].startswith("A batch of 4 fits with kmp.recompute(")
+        assert planned.compiled[-1] == (4, 3)
+
+
+def test_what_is_known_to_do_is_taken_where_the_line_has_passed_it_by(planned):
+    """The second saves less than the others, and more than four take more."""
+    model = make_model()
+    build_for_training(model, X, X)
+    saved = held(model) - in_int8(model)
+    bytes_of = (0, 300, 310, 700, 900, 100, 50)
+    planned.saves = lambda model: bytes_of[sum(recomputed(model))]
+    plan = plan_above(model, 105 - saved)
+    assert plan.fits and plan.step.blocks == 4 and plan.step.memory == 'slot_dtype="int8"'
+
+
+def test_blocks_that_save_nothing_are_left_alone(planned):
+    planned.saves = lambda model: -50 * sum(recomputed(model))
+    model = make_model(optimizer="sgd")
+    plan = plan_above(model, 900)
+    assert not plan.fits and plan.step.blocks == 0 and plan.paths == ()
+    assert plan.advice[0].startswith("A batch of 4 fits, at")
+    assert planned.compiled[-1] == (4, 0)
+
+
+def test_a_smaller_batch_without_targets(planned, monkeypatch):
+    monkeypatch.setattr("kmp.debug.budget.build_for_training", lambda model, x, y: None)
+    model = make_model(blocks=2, optimizer="sgd")
+    build_for_training(model, X, X)
+    plan = kmp.debug.memory_plan(model, X, None, held(model) + 500, device="h100")
+    assert plan.advice[0].startswith("A batch of 4 fits")
+
+
+def test_a_model_that_takes_one_size_of_batch_gets_the_other_advice():
+    """Its loss is written for eight rows, as that of a retrieval model over its batch."""
+    model = make_model(blocks=2, optimizer="sgd")
+    names = keras.ops.eye(8, 16)
+    model.compile("sgd", lambda y, y_pred: keras.ops.mean((y_pred - names) ** 2))
+
+    def whole_step(model, x, y, device=None):
+        arrays = [np.zeros(each.shape, "float32") for each in (x, y)]
+        value = model.compute_loss(y=arrays[1], y_pred=model(arrays[0]))
+        return PlannedProgram(10**6 if value.shape == () else 0, 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "planned_step", whole_step)
+        plan = plan_of(model, 1000)
+    assert not plan.fits and plan.step.batch_size == 8
+    assert plan.advice[0].startswith("No smaller batch can be planned: with 4 samples the step")
+    assert "bfloat16" in plan.advice[-1]
 
 
 def test_a_layer_alone_gets_the_advice_alone(planned):
@@ -211,6 +273,23 @@ def test_a_model_without_blocks_is_planned_in_segments(planned):
     assert len(recomputed_in(model)) == 3  # as before the plan
 
 
+def test_where_blocks_do_not_save_enough_segments_are_planned(planned):
+    def saves(model):
+        pieces = recomputed_in(model)
+        return (200 if pieces and isinstance(pieces[0], Segment) else 10) * len(pieces)
+
+    planned.saves = saves
+    model = make_model(optimizer="sgd")
+    plan = plan_above(model, 700)
+    assert plan.fits and plan.call == "kmp.recompute(model, segments=plan.paths)"
+    assert plan.step.bytes == held(model) + 1000 - 200 * plan.step.blocks and plan.step.blocks == 2
+    assert plan.steps[0].blocks == 0 and planned.compiled.count((8, 0)) == 1 + len(plan.steps) - 1
+    exec(plan.call, {"kmp": kmp, "model": model, "plan": plan})
+    assert len(recomputed_in(model)) == 2
+    chosen = plan_above(model, 700, filter_fn=lambda layer, path: "sequential" in path)
+    assert not chosen.fits  # as the user has chosen the blocks
+
+
 def test_segments_are_chosen_as_in_recompute(planned):
     model = make_model()
     names = [layer.name for layer in model.layers]
@@ -218,6 +297,27 @@ def test_segments_are_chosen_as_in_recompute(planned):
     assert plan.blocks == (names[2], names[4])
     with pytest.raises(ValueError, match="of memory_plan must be a whole number"):
         plan_above(model, 1000, segments=1)
+
+
+def test_a_policy_is_planned_and_named(planned, monkeypatch):
+    seen, plain = [], backend.planned_step
+
+    def planned_step(model, *arguments):
+        seen.append((sum(recomputed(model)), policy_in(model)))
+        return plain(model, *arguments)
+
+    monkeypatch.setattr(backend, "planned_step", planned_step)
+    model = make_model()
+    plan = plan_above(model, 800, policy="dots_saveable")
+    policy = backend.recompute_policy("dots_saveable")
+    assert seen == [(0, None), (1, policy), (2, policy)]
+    *_, line = str(plan).splitlines()
+    assert line.endswith("path in plan.paths, policy='dots_saveable')")
+    exec(line, {"kmp": kmp, "model": model, "plan": plan})
+    assert recomputed(model)[1:4] == [True, True, False] and policy_in(model) is policy
+    with pytest.raises(ValueError, match="dots_saveable"):
+        plan_of(model, 1e9, policy="dots")
+    assert policy_in(model) is policy
 
 
 def test_blocks_that_were_computed_again_still_are(planned):
