@@ -1,4 +1,4 @@
-"""One of the two processes of test_two_hosts.py, on JAX with two devices of the four.
+"""One of the two processes of test_two_hosts.py: two of four devices on JAX, one on PyTorch.
 
     python worker_hosts.py DIRECTORY
 
@@ -28,8 +28,8 @@ def data_parallel():
     return keras.distribution.DataParallel(auto_shard_dataset=False)
 
 
-def model_parallel(axes):
-    mesh = keras.distribution.DeviceMesh((2, 2), axes)
+def model_parallel(axes, shape=(2, 2)):
+    mesh = keras.distribution.DeviceMesh(shape, axes)
     layout = keras.distribution.LayoutMap(mesh)
     layout[".*first/kernel"] = (None, "model")
     layout[".*second/kernel"] = ("model", None)
@@ -46,7 +46,12 @@ DISTRIBUTIONS = {
     "model_parallel_across_hosts": lambda: model_parallel(["model", "batch"]),
 }
 if keras.backend.backend() == "torch":
-    DISTRIBUTIONS = {"data_parallel": data_parallel}
+    axes = ["batch", "model"]
+    DISTRIBUTIONS = {
+        "data_parallel": data_parallel,
+        "model_parallel": lambda: model_parallel(axes, (2, 1)),
+        "model_parallel_across_hosts": lambda: model_parallel(axes, (1, 2)),
+    }
 
 
 def main(directory):
@@ -73,7 +78,9 @@ def main(directory):
 
 def run(rows, log_dir):
     """Everything that is done in `fit`, with the `rows` of each batch that this process holds."""
+    found = {"coded": coded(rows)} if keras.backend.backend() == "torch" else {}
     return {
+        **found,
         "watched": watched(rows, log_dir),
         "stopped": stopped(rows),
         "rolled_back": rolled_back(rows),
@@ -160,6 +167,26 @@ def rounded(rows):
     return {**found, **state(model)}
 
 
+def coded(rows):
+    """One step with weights in 24 bits and slots in 8, of kernels large enough for codes."""
+    keras.config.set_dtype_policy("bfloat16")
+    x = keras.Input((HIDDEN,))
+    hidden = keras.layers.Dense(512, use_bias=False, name="first")(x)
+    model = keras.Model(x, keras.layers.Dense(HIDDEN, use_bias=False, name="second")(hidden))
+    keras.config.set_dtype_policy("float32")
+    model.set_weights([integers(HIDDEN, 512, seed=1), integers(512, HIDDEN, seed=2)])
+    optimizer = kmp.scaled(
+        "sgd", learning_rate=BATCH / 3, momentum=0.5, slot_dtype="int8", master_weights=24
+    )
+    model.compile(optimizer, linear_loss)
+    x, y = (integers(1, BATCH, HIDDEN, seed=seed) for seed in (3, 4))
+    found = fit(model, rows, (x, y), [kmp.callbacks.GradientHealth()])
+    assert any(v.dtype in ("int8", "uint8") for v in optimizer.inner_optimizer.variables)
+    # But for the sums of squares of what a third has rounded, in another order.
+    exact = {path: x for path, x in state(model).items() if not path.endswith("gradient_details")}
+    return {**found, **exact}
+
+
 def make_model(learning_rate=float(BATCH), loss=None):
     """By default the learning rate undoes the division by the batch: all numbers stay exact."""
     x = keras.Input((FEATURES,))
@@ -174,12 +201,13 @@ def make_model(learning_rate=float(BATCH), loss=None):
 
 def assert_distributed(model):
     distribution = keras.distribution.distribution()
+    in_pieces = isinstance(distribution, keras.distribution.ModelParallel)
     if distribution is not None and keras.backend.backend() == "torch":
-        assert model.ddp_model is not None
+        assert (model.ddp_model is None) == in_pieces
+        assert hasattr(model.trainable_variables[0].value, "placements") == in_pieces
     elif distribution is not None:
         sharding = model.trainable_variables[0].value.sharding
         assert len(sharding.device_set) == 4
-        in_pieces = isinstance(distribution, keras.distribution.ModelParallel)
         assert sharding.is_fully_replicated != in_pieces
 
 
