@@ -128,6 +128,12 @@ def rolled_back(rows):
 def swept(rows):
     """A learning rate found, and whether all of the state is as before, bit for bit."""
     model = make_model(learning_rate=2.0**-8, loss="mse")
+    x, y = own(rows, batches(2))
+    begun = state(model)  # before any step, as most do
+    finder = kmp.callbacks.LearningRateFinder(1e-3, 1.0, steps=10)
+    with warnings.catch_warnings(action="ignore"):  # so few steps suggest nothing
+        finder.find(model, x, y, batch_size=len(x) // 2, shuffle=False)
+    assert equal(begun, {path: x for path, x in state(model).items() if path in begun})
     fit(model, rows, batches(1))
     x, y = own(rows, poisoned(1, {0: np.nan}))
     model.evaluate(x, y, batch_size=len(x), verbose=0)  # an average of NaN has to come back too

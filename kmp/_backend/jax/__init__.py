@@ -246,7 +246,11 @@ class JaxBackend(Backend):
         x = ops.convert_to_tensor(x)
         if x.is_fully_addressable:
             return super().to_host(x)
-        shards = {_place(shard.index): shard.data for shard in x.addressable_shards}
+        try:
+            held = x.addressable_shards
+        except ValueError:  # of what Keras has just initialised JAX 0.10 cannot tell
+            held = jnp.copy(x).addressable_shards
+        shards = {_place(shard.index): shard.data for shard in held}
         by_place = {place: np.array(shard) for place, shard in shards.items()}
         return _HostShards(x.shape, x.sharding, by_place)
 
