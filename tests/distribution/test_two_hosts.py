@@ -103,6 +103,15 @@ def test_a_bad_batch_of_one_process_skips_the_step_of_both(hosts, name):
     assert found["stopped"]["because"].startswith("Step 5: 3 steps in a row were skipped")
 
 
+@pytest.mark.only("torch")
+@every_distribution
+def test_a_bad_loss_lowers_no_scale_where_all_have_the_same_loss(hosts, alone, name):
+    """As DTensors, which `ModelParallel` makes. Otherwise each process knows its own alone."""
+    assert alone["unwatched"]["scale"] == 1024.0
+    received = hosts.found(name)["unwatched"]["scale"]
+    assert received == (512.0 if name == "data_parallel" else 1024.0)
+
+
 @every_distribution
 def test_both_go_back_to_before_the_divergence(hosts, alone, name):
     received, expected = hosts.found(name)["rolled_back"], alone["rolled_back"]
