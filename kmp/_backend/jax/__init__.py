@@ -81,6 +81,10 @@ class JaxBackend(Backend):
         alone = keras.distribution.distribution() is None  # then each process has its own model
         return alone or jax.process_index() == 0
 
+    def assigns_together(self, model: Any) -> bool:
+        # To lay a value on the devices of all JAX asks whether it is the same everywhere.
+        return keras.distribution.distribution() is not None and jax.process_count() > 1
+
     def gradient_sample(self, gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
         # XLA cannot compile a slice of bfloat16 with two strides for TPUs, so it is taken axis by
         # axis there. On GPUs that would be a kernel an axis, where one kernel serves all variables.
