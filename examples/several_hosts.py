@@ -4,6 +4,7 @@
     sbatch examples/hosts/slurm_torch.sh                SLURM, PyTorch with Keras 3.16
     kubectl apply -f examples/hosts/kubernetes.yaml     Kubernetes, JAX or PyTorch
     bash examples/hosts/tpu_pod.sh                      a Cloud TPU pod, JAX
+    torchrun --standalone --nproc-per-node=2 examples/several_hosts.py      one host, PyTorch
 
 Each starts this script once for each process, in a directory that all hosts share, and the same
 command again goes on where a run broke off. docs/several_devices.md says how the processes find one

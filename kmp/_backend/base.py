@@ -124,6 +124,10 @@ class Backend(abc.ABC):
         """Tell whether Keras's `fit` averages the gradients of a model over PyTorch's processes."""
         return False
 
+    def assigns_together(self, model: Any) -> bool:
+        """Tell whether several processes train a model, and one waits where it assigns alone."""
+        return False
+
     def over_processes(self, model: Any, x: Tensor, reduce: Callable[[Tensor, int], Any]) -> Any:
         """Reduce a tensor over the processes that train a model together.
 

@@ -285,11 +285,12 @@ def own_the_averages(optimizer: Any) -> None:
 def layouts_of(variables: Sequence[Variable]) -> list[Any]:
     """How `keras.distribution` lays variables on devices, in the backend's terms.
 
-    Empty if it splits none of them.
+    Empty if it splits none of them, and on PyTorch, where the variables say so themselves.
     """
     distribution = keras.distribution.distribution()
     if not isinstance(distribution, ModelParallel):
         return []
     layouts = [distribution.get_variable_layout(v) for v in variables]
     layouts = [getattr(layout, "backend_layout", layout) for layout in layouts]
-    return [] if all(layout.is_fully_replicated for layout in layouts) else layouts
+    is_whole = [getattr(layout, "is_fully_replicated", True) for layout in layouts]
+    return [] if all(is_whole) else layouts

@@ -303,7 +303,9 @@ def _ended_by_errors(model: Any, function: Callable[..., Any]) -> Callable[..., 
 
 def _end_holds(model: Any) -> None:
     # JAX may have lost the state of a step that raised. Keras says so then, and the next `fit`
-    # ends the holds.
+    # ends the holds. So it does where an assignment would wait for processes that have not raised.
+    if backend.assigns_together(model):
+        return
     with contextlib.suppress(Exception):
         backend.settle(model)
         if guard := _guard_of(model):

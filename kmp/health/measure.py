@@ -245,13 +245,16 @@ def find_nonfinite(
         return ops.zeros((number,), "float32")
     if not backend.inside_xla():
         values, order = _one_by_one(groups)
-        return _in_rows(ops.cast(~backend.are_finite(values), "float32"), order, number)
+        found = ops.cast(~backend.are_finite(values), "float32")
+        return sharding.reduced(_in_rows(found, order, number))[1]
     find = functools.partial(_reduce_groups, _look_for_nonfinite, lambda found: ops.maximum(*found))
     found = find(groups, number, together)
     return sharding.reduced(ops.cast(found, "float32"))[1]
 
 
-def find_norms(groups: Sequence[GradientGroup], number: int) -> Tensor:
+def find_norms(
+    groups: Sequence[GradientGroup], number: int, *, sharding: Sharding = UNSHARDED
+) -> Tensor:
     """float32[number]: the l2 norm of each gradient, by a pass of its own outside XLA.
 
     Where a gradient is not finite, neither is its norm; 0 for missing ones.
@@ -259,7 +262,8 @@ def find_norms(groups: Sequence[GradientGroup], number: int) -> Tensor:
     if not groups:
         return ops.zeros((number,), "float32")
     values, order = _one_by_one(groups)
-    return _in_rows(backend.norms(values), order, number)
+    norms = _in_rows(backend.norms(values), order, number)
+    return norms if sharding is UNSHARDED else ops.sqrt(sharding.reduced(ops.square(norms))[0])
 
 
 def _one_by_one(groups: Sequence[GradientGroup]) -> tuple[list[Tensor], list[int]]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from kmp._backend import Sharding, backend
+from kmp._backend import UNSHARDED, Sharding, backend
 from kmp._backend.types import Gradient, Tensor
 from kmp.health import details, measure
 from kmp.health.measure import LEVELS, GradientGroup, group_gradients
@@ -137,7 +137,7 @@ class MeasurePlan:
         apart: bool = False,
     ) -> Sequence[Tensor]:
         """`backend.per_target`, on each device with the shards it holds; see `Sharding.each`."""
-        if any(self.split):
+        if self.sharding is not UNSHARDED:
             function = self.sharding.each(function, of, apart)
         return backend.per_target(function, shapes, *tensors)
 
@@ -248,7 +248,7 @@ def _check(plan: MeasurePlan, gradients: Gradients) -> tuple[Tensor, Tensor]:
         if not plan.norm:
             return nonfinite, ops.zeros((number, len(LEVELS)), "float32")
         columns = [ops.zeros((number,), "float32")] * len(LEVELS)
-        columns[measure.L2_NORM] = measure.find_norms(true, number)
+        columns[measure.L2_NORM] = measure.find_norms(true, number, sharding=plan.sharding)
         return nonfinite, ops.stack(columns, axis=1)
 
     shapes = [(number,), (number, len(LEVELS))]

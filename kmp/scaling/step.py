@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from kmp._backend import backend
+from kmp._backend import UNSHARDED, backend
 from kmp._backend.types import ON_HOST, Gradient, Tensor, Variable
 from kmp._keras.optimizer import layouts_of
 from kmp.half_memory import gradient_dtypes
@@ -104,7 +104,7 @@ class ScaledStep:
             variables: one for each of them.
         """
         counters, specs = self.counters, [self.plan.specs[place] for place in places]
-        if any(self.plan.split):
+        if self.plan.sharding is not UNSHARDED:
             pairs = zip(places, scaled, strict=True)
             scaled = [x if x is None else self.plan.sharding.constrain(i, x) for i, x in pairs]
 

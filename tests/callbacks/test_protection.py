@@ -13,6 +13,7 @@ from keras import ops
 from linear_runs import JIT, RATE, SPE, data, fit, linear_model
 
 import kmp
+from kmp._backend import backend
 from kmp._keras.training import loss_tracker
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Step"), pytest.mark.slow]
@@ -229,6 +230,21 @@ def test_a_step_that_raises_ends_the_protection():
     if BACKEND != "torch":
         assert is_keras_own(model) and not model.optimizer.measures_details
     assert int(model.optimizer.steps) > before
+    assert np.isfinite(fit(model, [watch], poisoned=[2])["loss"]).all()
+    assert is_keras_own(model) and not model.optimizer.measures_details
+
+
+@pytest.mark.only("jax")
+def test_a_step_that_raises_in_one_of_several_processes_assigns_nothing(monkeypatch):
+    """To assign, JAX would wait for the others. The next `fit` ends the protection."""
+    model, watch, assigned = stateful_model(), GradientHealth(), []
+    fit(model, [watch])
+    failing_batches.after = 4
+    monkeypatch.setattr(type(backend), "assigns_together", lambda *_: True)
+    monkeypatch.setattr(type(backend), "settle", lambda *_: assigned.append("state"))
+    with pytest.raises(EndsEarly):
+        model.fit(failing_batches(), shuffle=False, verbose=0, callbacks=[watch])
+    assert not assigned and model.optimizer.measures_details
     assert np.isfinite(fit(model, [watch], poisoned=[2])["loss"]).all()
     assert is_keras_own(model) and not model.optimizer.measures_details
 

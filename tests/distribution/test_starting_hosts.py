@@ -1,6 +1,7 @@
 """examples/hosts/: each way to start two hosts, and to start them again when one was lost.
 
-There is no cluster here: pretended_cluster.py stands for its programs and sets its variables.
+There is no cluster here: pretended_cluster.py stands for its programs and sets its variables. But
+torchrun is PyTorch's own, which starts two processes on one host.
 """
 
 import contextlib
@@ -29,8 +30,13 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 STARTED_BY = {
     "jax": ["slurm_jax.sh", "tpu_pod.sh", "kubernetes.yaml"],
-    "torch": ["slurm_torch.sh", "kubernetes.yaml"],
+    "torch": ["slurm_torch.sh", "kubernetes.yaml", "torchrun"],
 }.get(BACKEND, [])
+SCRIPT = ROOT / "examples" / "several_hosts.py"
+# What torchrun starts in the place of Python.
+OF_TORCHRUN = """\
+echo $$ > "$HOSTS/pid_$RANK"
+exec python "$@" > "$HOSTS/said_$RANK" 2>&1"""
 TIMEOUT = 300  # seconds; alone on two cores it takes 20
 SLURM_PORTS = 2**16 - 2**12  # JAX takes one of the 4,096 from here on, by the number of the job
 
@@ -45,8 +51,11 @@ class Cluster:
         commands = {"python": sys.executable}
         for name in ("srun", "scontrol", "gcloud"):
             commands[name] = f"{sys.executable} {HERE}/pretended_cluster.py {name}"
-        for name, command in commands.items():
-            (programs / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        commands["torchrun"] = f"{sys.executable} -m torch.distributed.run"
+        programs_of = {name: f'exec {command} "$@"' for name, command in commands.items()}
+        programs_of["of_torchrun"] = OF_TORCHRUN
+        for name, code in programs_of.items():
+            (programs / name).write_text(f"#!/bin/sh\n{code}\n")
             (programs / name).chmod(0o755)
         (directory / "kmp").symlink_to(ROOT)  # tpu_pod.sh goes there
 
@@ -72,6 +81,11 @@ class Cluster:
         command = ["bash", ROOT / "examples" / "hosts" / file]
         if file == "kubernetes.yaml":
             command = [sys.executable, HERE / "pretended_cluster.py", "kubectl", ROOT, str(port)]
+        if file == "torchrun":
+            (line,) = re.findall(r"^ +(torchrun .*\.py) ", SCRIPT.read_text(), re.MULTILINE)
+            command = [*line.split(), "--directory", self.run]
+            variables["PYTHON_EXEC"] = f"{self.directory}/bin/of_torchrun"
+            command[0] = f"{self.directory}/bin/torchrun"
         directory = self.directory if file == "tpu_pod.sh" else ROOT
         return subprocess.Popen(command, env=variables, cwd=directory, start_new_session=True)
 

@@ -1,4 +1,4 @@
-"""One of the two processes of test_two_hosts.py, on JAX with two devices of the four.
+"""One of the two processes of test_two_hosts.py: two of four devices on JAX, one on PyTorch.
 
     python worker_hosts.py DIRECTORY
 
@@ -28,8 +28,8 @@ def data_parallel():
     return keras.distribution.DataParallel(auto_shard_dataset=False)
 
 
-def model_parallel(axes):
-    mesh = keras.distribution.DeviceMesh((2, 2), axes)
+def model_parallel(axes, shape=(2, 2)):
+    mesh = keras.distribution.DeviceMesh(shape, axes)
     layout = keras.distribution.LayoutMap(mesh)
     layout[".*first/kernel"] = (None, "model")
     layout[".*second/kernel"] = ("model", None)
@@ -46,7 +46,12 @@ DISTRIBUTIONS = {
     "model_parallel_across_hosts": lambda: model_parallel(["model", "batch"]),
 }
 if keras.backend.backend() == "torch":
-    DISTRIBUTIONS = {"data_parallel": data_parallel}
+    axes = ["batch", "model"]
+    DISTRIBUTIONS = {
+        "data_parallel": data_parallel,
+        "model_parallel": lambda: model_parallel(axes, (2, 1)),
+        "model_parallel_across_hosts": lambda: model_parallel(axes, (1, 2)),
+    }
 
 
 def main(directory):
@@ -73,7 +78,10 @@ def main(directory):
 
 def run(rows, log_dir):
     """Everything that is done in `fit`, with the `rows` of each batch that this process holds."""
+    of_torch = {"coded": coded, "unwatched": unwatched}
+    found = of_torch if keras.backend.backend() == "torch" else {}
     return {
+        **{name: function(rows) for name, function in found.items()},
         "watched": watched(rows, log_dir),
         "stopped": stopped(rows),
         "rolled_back": rolled_back(rows),
@@ -121,6 +129,12 @@ def rolled_back(rows):
 def swept(rows):
     """A learning rate found, and whether all of the state is as before, bit for bit."""
     model = make_model(learning_rate=2.0**-8, loss="mse")
+    x, y = own(rows, batches(2))
+    begun = state(model)  # before any step, as most do
+    finder = kmp.callbacks.LearningRateFinder(1e-3, 1.0, steps=10)
+    with warnings.catch_warnings(action="ignore"):  # so few steps suggest nothing
+        finder.find(model, x, y, batch_size=len(x) // 2, shuffle=False)
+    assert equal(begun, {path: x for path, x in state(model).items() if path in begun})
     fit(model, rows, batches(1))
     x, y = own(rows, poisoned(1, {0: np.nan}))
     model.evaluate(x, y, batch_size=len(x), verbose=0)  # an average of NaN has to come back too
@@ -160,6 +174,34 @@ def rounded(rows):
     return {**found, **state(model)}
 
 
+def coded(rows):
+    """One step with weights in 24 bits and slots in 8, of kernels large enough for codes."""
+    keras.config.set_dtype_policy("bfloat16")
+    x = keras.Input((HIDDEN,))
+    hidden = keras.layers.Dense(512, use_bias=False, name="first")(x)
+    model = keras.Model(x, keras.layers.Dense(HIDDEN, use_bias=False, name="second")(hidden))
+    keras.config.set_dtype_policy("float32")
+    model.set_weights([integers(HIDDEN, 512, seed=1), integers(512, HIDDEN, seed=2)])
+    optimizer = kmp.scaled(
+        "sgd", learning_rate=BATCH / 3, momentum=0.5, slot_dtype="int8", master_weights=24
+    )
+    model.compile(optimizer, linear_loss)
+    x, y = (integers(1, BATCH, HIDDEN, seed=seed) for seed in (3, 4))
+    found = fit(model, rows, (x, y), [kmp.callbacks.GradientHealth()])
+    assert any(v.dtype in ("int8", "uint8") for v in optimizer.inner_optimizer.variables)
+    # But for the sums of squares of what a third has rounded, in another order.
+    exact = {path: x for path, x in state(model).items() if not path.endswith("gradient_details")}
+    return {**found, **exact}
+
+
+def unwatched(rows):
+    """The loss scale after a loss of inf that nothing of kmp's but the optimizer sees."""
+    model = make_model()
+    x, y = own(rows, poisoned(3, {1: np.inf}))
+    model.fit(x, y, batch_size=len(x) // 3, shuffle=False, verbose=0)
+    return {"scale": float(ops.convert_to_numpy(model.optimizer.scale_variable))}
+
+
 def make_model(learning_rate=float(BATCH), loss=None):
     """By default the learning rate undoes the division by the batch: all numbers stay exact."""
     x = keras.Input((FEATURES,))
@@ -174,12 +216,13 @@ def make_model(learning_rate=float(BATCH), loss=None):
 
 def assert_distributed(model):
     distribution = keras.distribution.distribution()
+    in_pieces = isinstance(distribution, keras.distribution.ModelParallel)
     if distribution is not None and keras.backend.backend() == "torch":
-        assert model.ddp_model is not None
+        assert (model.ddp_model is None) == in_pieces
+        assert hasattr(model.trainable_variables[0].value, "placements") == in_pieces
     elif distribution is not None:
         sharding = model.trainable_variables[0].value.sharding
         assert len(sharding.device_set) == 4
-        in_pieces = isinstance(distribution, keras.distribution.ModelParallel)
         assert sharding.is_fully_replicated != in_pieces
 
 

@@ -50,6 +50,7 @@ def trained(home, rows, kill_in):
     if done:
         model.load_weights(checkpoints)
     x, y = (array[:, rows].reshape(-1, array.shape[-1]) for array in batches())
+    sweep(model, x, y)
     model.fit(
         x,
         y,
@@ -66,10 +67,28 @@ def trained(home, rows, kill_in):
             KillAProcess(kill_in),
         ],
     )
+    return arrays(model)
+
+
+def arrays(model):
+    """All of the state."""
     return {
         v.path.replace("/", "."): worker_hosts.whole(v)
         for v in (*model.variables, *model.optimizer.variables)
     }
+
+
+def sweep(model, x, y):
+    """Look for a learning rate, before the first epoch and again in a run that goes on.
+
+    It puts back every bit, so that the run ends as one that has begun once.
+    """
+    before = arrays(model)
+    finder = kmp.callbacks.LearningRateFinder(1e-4, 1.0, steps=10)
+    finder.find(model, x, y, batch_size=len(x) // STEPS, shuffle=False)
+    assert len(finder.losses) == 10
+    after = arrays(model)
+    assert all(np.array_equal(before[path], after[path], equal_nan=True) for path in before)
 
 
 class KillAProcess(keras.callbacks.Callback):

@@ -81,6 +81,10 @@ class JaxBackend(Backend):
         alone = keras.distribution.distribution() is None  # then each process has its own model
         return alone or jax.process_index() == 0
 
+    def assigns_together(self, model: Any) -> bool:
+        # To lay a value on the devices of all JAX asks whether it is the same everywhere.
+        return keras.distribution.distribution() is not None and jax.process_count() > 1
+
     def gradient_sample(self, gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
         # XLA cannot compile a slice of bfloat16 with two strides for TPUs, so it is taken axis by
         # axis there. On GPUs that would be a kernel an axis, where one kernel serves all variables.
@@ -246,7 +250,11 @@ class JaxBackend(Backend):
         x = ops.convert_to_tensor(x)
         if x.is_fully_addressable:
             return super().to_host(x)
-        shards = {_place(shard.index): shard.data for shard in x.addressable_shards}
+        try:
+            held = x.addressable_shards
+        except ValueError:  # of what Keras has just initialised JAX 0.10 cannot tell
+            held = jnp.copy(x).addressable_shards
+        shards = {_place(shard.index): shard.data for shard in held}
         by_place = {place: np.array(shard) for place, shard in shards.items()}
         return _HostShards(x.shape, x.sharding, by_place)
 

@@ -20,7 +20,9 @@ from kmp._backend.base import (
     is_float,
     product,
 )
+from kmp._backend.sharding import UNSHARDED, Sharding
 from kmp._backend.torch.programs import operations
+from kmp._backend.torch.sharding import MeshSharding, is_dtensor, layouts_of, whole
 from kmp._backend.types import (
     Device,
     DeviceMemory,
@@ -62,6 +64,13 @@ class TorchBackend(Backend):
     ) -> Sequence[Tensor]:
         return function("torch.compile" if torch.compiler.is_compiling() else "host", *tensors)
 
+    def sharding(self, layouts: Sequence[Any]) -> Sharding:
+        return MeshSharding(layouts) if layouts else UNSHARDED
+
+    def placements(self, variables: Sequence[Variable]) -> Sequence[Any]:
+        # A DTensor says itself how it lies on the mesh.
+        return layouts_of(self.present_values(variables))
+
     def writes_logs(self, model: Any) -> bool:
         return not _with_other_processes() or torch.distributed.get_rank() == 0
 
@@ -85,7 +94,9 @@ class TorchBackend(Backend):
         pairs = list(zip(leaves, floats, strict=True))
         tensors = [_at_least_float32(x).to(factor.device) for x, is_float in pairs if is_float]
         # torch.func's transformations, of which vmap gives gradients by example, know no foreach.
-        at_once = tensors and not torch._C._are_functorch_transforms_active()
+        # Of DTensors and others in one list Keras would make DTensors of all.
+        mixed = _with_other_processes() and any(map(is_dtensor, tensors))
+        at_once = tensors and not (mixed or torch._C._are_functorch_transforms_active())
         found = torch._foreach_mul(tensors, factor) if at_once else [x * factor for x in tensors]
         products = iter(found)
         return [next(products) if is_float else product(x, factor) for x, is_float in pairs]
@@ -136,8 +147,9 @@ class TorchBackend(Backend):
         loss_nonfinite: Variable,
     ) -> None:
         # DistributedDataParallel has summed the gradients: where one process has inf or NaN, all
-        # have.
-        replica = OneReplica(self, knows_loss=not _with_other_processes())
+        # have. Of DTensors all processes have the same loss.
+        alone = not _with_other_processes() or any(map(is_dtensor, gradients))
+        replica = OneReplica(self, knows_loss=alone)
         if torch.compiler.is_compiling() and any(
             v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables)
         ):
@@ -164,11 +176,13 @@ class TorchBackend(Backend):
         return super().branch(pred, then, otherwise)  # `read_numbers` has brought it to the host
 
     def record_loss_finite(self, variable: Variable, is_finite: Callable[[], Tensor]) -> None:
-        # Another process may have another loss, and the note is of no use: all keep the same state.
-        if _with_other_processes():
-            return
         with torch.no_grad():
-            variable.assign(variable.value.masked_fill(~is_finite(), 1.0))
+            found = is_finite()
+            if not is_dtensor(found) and _with_other_processes():
+                # Another process may have another loss, and the note is of no use: all keep the
+                # same state.
+                return
+            variable.assign(variable.value.masked_fill(~whole(found), 1.0))
 
     def copied_values(self, variables: Sequence[Variable]) -> list[Tensor]:
         # Copies, because torch assigns in place.
@@ -180,8 +194,12 @@ class TorchBackend(Backend):
         return 2**18 if self.platform() == "cpu" else 2**22
 
     def are_in_place(self, variables: Sequence[Variable]) -> bool:
-        # In a stateless scope a variable has another value than its own.
-        return all(v.value is v._value and v.value.is_contiguous() for v in variables)
+        # In a stateless scope a variable has another value than its own. Of a DTensor, rows lie
+        # elsewhere.
+        return all(
+            v.value is v._value and v.value.is_contiguous() and not is_dtensor(v.value)
+            for v in variables
+        )
 
     def read_rows(self, parts: Sequence[tuple[Any, slice]]) -> Tensor:
         found = [ops.convert_to_tensor(x).detach()[rows] for x, rows in parts]
@@ -266,6 +284,8 @@ class TorchBackend(Backend):
     def add_noise(self, x: Tensor, bits: Tensor, mask: int, end: float) -> Tensor:
         # In place, as above. On a CPU the extremes take a tenth of the time of a select.
         noise = bits & mask
+        if is_dtensor(x):
+            return (noise * (x.abs() < end) + x.view(torch.int32)) & ~mask
         low, high = x.detach().aminmax() if x.device.type == "cpu" and x.numel() else (-end, end)
         if not (float(low) > -end and float(high) < end):
             noise *= x.abs() < end
@@ -351,7 +371,7 @@ def _on_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
     """Arrays of float32 and int32 tensors, brought in one transfer as the bits that they are."""
     with torch.no_grad():
         vectors = [x if x.dtype == torch.int32 else x.view(torch.int32) for x in tensors]
-        bits = torch.cat([x.view(-1) for x in vectors]).cpu().numpy()
+        bits = whole(torch.cat([x.view(-1) for x in vectors])).cpu().numpy()
     ends = list(itertools.accumulate(x.numel() for x in tensors))
     parts = [bits[end - x.numel() : end] for x, end in zip(tensors, ends, strict=True)]
     return [
