@@ -26,8 +26,8 @@ TORCH = $(CORE) $(patsubst %,tests/%,test_custom_loops.py test_defects.py test_f
 RECIPES = tests/test_examples.py tests/test_notebooks.py -k "test_a_program_works or test_the_page_is \
   or finetune or float16_on_a_t4 or a_plan_counts or preset"
 
-.PHONY: quickstart test test-all test-whole test-oldest test-pre dist-check lint site notebooks programs \
-  trackers orbax compiled-counts gpu clean
+.PHONY: quickstart test test-all test-whole test-oldest test-pre test-pre-quick dist-check lint site \
+  notebooks programs trackers orbax compiled-counts gpu clean
 
 quickstart: $(VENV)/quickstart.stamp
 	KERAS_BACKEND=tensorflow $(BIN)/python examples/quickstart.py
@@ -46,6 +46,7 @@ test-all: test $(VENV)-oldest/stamp
 	$(REST) $(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "not first"
 	$(REST) $(QUICK) KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
 	KERAS_BACKEND=torch $(PYTEST) --durations=25 -m $(NARROW) $(TORCH)
+	$(MAKE) test-pre-quick
 
 # Every test and every point of every grid on every backend, and the oldest versions: two hours,
 # before a release.
@@ -84,6 +85,18 @@ test-pre:
 	  || echo "WARNING: kmp does not pass with TensorFlow on the pre-releases above."
 	KERAS_BACKEND=tensorflow $(VENV)-pre/bin/python -m pytest tests/test_upstream.py \
 	  || echo "WARNING: a change in upstream/ is no longer needed, or does not apply."
+
+# The contract with the nightly Keras alone, beside what is installed: two minutes, and no error.
+NIGHTLY = $(VENV)/keras-nightly
+test-pre-quick: $(VENV)/test.stamp
+	rm -rf $(NIGHTLY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --pre --target $(NIGHTLY) \
+	  keras-nightly || echo "WARNING: Keras's nightly could not be installed."
+	for backend in tensorflow jax torch; do \
+	  test ! -d $(NIGHTLY) || PYTHONPATH=$(NIGHTLY) KERAS_BACKEND=$$backend $(PYTEST) \
+	    -m $(NARROW) tests/test_contract.py \
+	    || echo "WARNING: kmp does not pass with $$backend on Keras's nightly."; \
+	done
 
 # The wheel and the sdist in dist/, checked as the package index would; see docs/releasing.md.
 dist-check:
