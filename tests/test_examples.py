@@ -361,6 +361,7 @@ def make_preset(folder, monkeypatch):
     ).save_to_preset(str(folder))
 
 
+@pytest.mark.only("tensorflow", "jax", "torch")
 @pytest.mark.filterwarnings("ignore")
 def test_a_script_works_with_a_preset(tmp_path, monkeypatch):
     """One is trained whole and saved; what was saved is a preset, which float16 answers with."""
