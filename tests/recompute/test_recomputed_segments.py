@@ -51,8 +51,8 @@ def test_the_run_is_that_without_it(make, policy, mode):
     try:
         assert_same(state(plain), state(model), TOLERANCES[policy] if mode == "jit" else 0)
     except AssertionError:
-        # A fault that is not cured: now and then a compiled TensorFlow step has another gradient than
-        # without recomputation; see docs/limits.md. Remove the second try with it.
+        # A fault that is not cured: now and then a compiled TensorFlow step has another gradient
+        # than without recomputation; see docs/limits.md. Remove the second try with it.
         if BACKEND != "tensorflow":
             raise
         plain, model = (train(make, policy, mode, again) for again in (False, True))
