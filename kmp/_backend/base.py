@@ -422,15 +422,22 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def recompute(
-        self, function: Callable[..., TwoLists], inputs: Sequence[Tensor], policy: Any = None
+        self,
+        function: Callable[..., TwoLists],
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        policy: Any = None,
     ) -> TwoLists:
         """Call a function whose tensors are computed again for the gradient, instead of kept.
 
         Args:
-            function: takes the inputs. Returns a list of tensors, and a list of tensors through
-                which no gradient flows. It may read variables and other tensors. Where the backward
-                pass is a program of its own, it is called once more there, and must do the same.
+            function: takes the inputs, and after them nothing or the weights. Returns a list of
+                tensors, and a list of tensors through which no gradient flows. It may read
+                variables and other tensors. Where the backward pass is a program of its own, it is
+                called once more there, and must do the same.
             inputs: tensors; they stay in memory until the backward pass.
+            weights: the values of trainable variables that it reads. They are handed to it where
+                it could otherwise read what has been assigned since.
             policy: what `recompute_policy` returned; None: nothing inside is kept.
 
         Returns:

@@ -102,9 +102,10 @@ def call_again(
     tensors, masks, fill = _taken_apart((args, kwargs))
     if (through := _plainly.get()) is not None:
         return through(path, tensors + masks, lambda: function(*args, **kwargs))
-    number = len(tensors)
-    pure = _PureCall(layers, function, lambda inputs: fill(*_split(inputs, number)), backend)
-    return pure.finish(*backend.recompute(pure, tensors + masks, policy))
+    pure = _PureCall(layers, function, (len(tensors), len(masks)), fill, backend)
+    with without_autocast():
+        weights = [v.value for v in pure.weights]
+    return pure.finish(*backend.recompute(pure, tensors + masks, weights, policy))
 
 
 def call_plainly(layer: Any) -> None:
@@ -117,25 +118,35 @@ def call_plainly(layer: Any) -> None:
 class _PureCall:
     """One call of a layer, or of a part of a graph, as a pure function of tensors.
 
-    It returns a list with the outputs and the losses that the call adds, and a list of what has no
-    gradient: the masks of the outputs, and the values of the variables that the call assigns.
+    It takes the tensors of the arguments, their masks, and after them nothing or the values of
+    `weights`. It returns a list with the outputs and the losses that the call adds, and a list of
+    what has no gradient: the masks of the outputs, and the values of the variables that the call
+    assigns.
 
     Args:
         layers: all that is called; the first owns the losses that none of them has added.
         plain_call: what is called.
-        fill: makes its args and kwargs from the tensors.
+        numbers: of tensors and of masks in the arguments.
+        fill: makes the args and kwargs from the tensors and the masks.
         backend: the `Backend`.
+
+    Attributes:
+        weights: the trainable variables of the layers.
     """
 
     def __init__(
         self,
         layers: Sequence[Any],
         plain_call: Callable[..., Tree],
-        fill: Callable[[Sequence[Tensor]], Tree],
+        numbers: tuple[int, int],
+        fill: Callable[[Sequence[Tensor], Sequence[Tensor]], Tree],
         backend: Any,
     ):
-        self._layers, self._plain_call, self._fill = layers, plain_call, fill
+        self._layers, self._plain_call = layers, plain_call
+        self._numbers, self._fill = numbers, fill
         self._backend = backend
+        weights = {id(v): v for layer in layers for v in layer.trainable_variables}
+        self.weights = list(weights.values())
         outer = global_state.get_global_attribute("stateless_scope")
         self._values = dict(outer.state_mapping) if outer else {}  # of variables, by their ids
         self._assigns_for_good = outer is None
@@ -177,8 +188,12 @@ class _PureCall:
         return fill(outputs, masks)
 
     def _compute(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        args, kwargs = self._fill(tensors)
-        with _Scope(self._values, self._backend if self._assigns_for_good else None) as scope:
+        number, masks_number = self._numbers
+        tensors, rest = _split(tensors, number)
+        masks, weights = _split(rest, masks_number)
+        args, kwargs = self._fill(tensors, masks)
+        values = {**self._values, **dict(zip(map(id, self.weights), weights, strict=False))}
+        with _Scope(values, self._backend if self._assigns_for_good else None) as scope:
             for pair in self._before:
                 scope.add_update(pair)
             try:
@@ -188,8 +203,8 @@ class _PureCall:
         found, masks, fill = _taken_apart(outputs)
         if self._fill_outputs is None:
             self._fill_outputs, self._assigned, self._owners = fill, scope.assigned, owners
-        values = [scope.get_current_value(v) for v in scope.assigned]
-        return found + scope.losses, masks + values
+        assigned = [scope.get_current_value(v) for v in scope.assigned]
+        return found + scope.losses, masks + assigned
 
     def _compute_again(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         before = {name: global_state.get_global_attribute(name) for name in _STATE}

@@ -204,7 +204,11 @@ class JaxBackend(Backend):
         return function(*inputs)
 
     def recompute(
-        self, function: Callable[..., TwoLists], inputs: Sequence[Tensor], policy: Any = None
+        self,
+        function: Callable[..., TwoLists],
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        policy: Any = None,
     ) -> TwoLists:
         return jax.checkpoint(function, policy=policy)(*inputs)
 

@@ -299,19 +299,26 @@ class TensorFlowBackend(Backend):
         return function(*inputs)
 
     def recompute(
-        self, function: Callable[..., TwoLists], inputs: Sequence[Tensor], policy: Any = None
+        self,
+        function: Callable[..., TwoLists],
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        policy: Any = None,
     ) -> TwoLists:
-        # As `tf.recompute_grad`, which takes no booleans, and hands on zeros for no gradient. The
-        # others must not leave by `custom_gradient`: it passes all that leaves through one
-        # operation, by which Grappler then takes reads of a variable to precede its assignment. It
-        # removes what orders them, and that operation later.
+        # As `tf.recompute_grad`, which takes no booleans, and hands on zeros for no gradient.
+        #
+        # The second run gets the values that the first one read, for it may come after the
+        # assignment of a weight: Grappler takes all that leaves an `IdentityN` to depend on all
+        # that enters it, removes what orders a read and the assignment as if they were ordered so,
+        # and then the `IdentityN`. Keras's optimizers pass all gradients through one, and
+        # `custom_gradient` its outputs; so the others do not leave by that.
         flat = tf.nest.flatten(list(inputs), expand_composites=True)
+        number = len(flat)
         others: list[Tensor] = []
 
         def call(*tensors: Tensor) -> TwoLists:
-            return function(
-                *tf.nest.pack_sequence_as(list(inputs), tensors, expand_composites=True)
-            )
+            given = tf.nest.pack_sequence_as(list(inputs), tensors[:number], expand_composites=True)
+            return function(*given, *tensors[number:])
 
         @tf.custom_gradient
         def run(*tensors: Tensor) -> Any:
@@ -320,23 +327,28 @@ class TensorFlowBackend(Backend):
             others.extend(without_gradient)
 
             def backward(*gradients: Tensor, variables: Sequence[Any] | None = None) -> Any:
-                found = self._gradients_of(call, tensors, gradients, variables or ())
-                number = len(tensors)
-                return (found[:number], found[number:]) if variables else found
+                found = self._gradients_of(call, tensors, number, gradients, variables or ())
+                end = len(tensors)
+                return (found[:end], found[end:]) if variables else found
 
             return outputs, backward
 
-        return run(*flat), others
+        return run(*flat, *(tf.convert_to_tensor(x) for x in weights)), others
 
     def _gradients_of(
         self,
         function: Callable[..., TwoLists],
         inputs: Sequence[Tensor],
+        number: int,
         to_outputs: Sequence[Tensor],
         variables: Sequence[Any],
     ) -> list[Gradient]:
-        """Compute a function again, and its gradients by the inputs and the variables."""
-        number, first = len(inputs), contextlib.nullcontext()
+        """Compute a function again, and its gradients by the inputs and the variables.
+
+        Only the first `number` inputs have to wait for the backward pass.
+        """
+        first: Any = contextlib.nullcontext()
+        inputs, values = list(inputs[:number]), inputs[number:]
         # The compiler would otherwise find that all this has been computed before, and keep it.
         if self.inside_xla():
             barrier = gen_xla_ops.xla_optimization_barrier([*inputs, *to_outputs])
@@ -344,7 +356,7 @@ class TensorFlowBackend(Backend):
         elif not tf.executing_eagerly():
             first = tf.control_dependencies(to_outputs)
         with first, tf.GradientTape() as tape:
-            again = [tf.identity(x) for x in inputs]  # one for each place
+            again = [tf.identity(x) for x in [*inputs, *values]]  # one for each place
             tape.watch([x for x in again if x.dtype.is_floating])
             outputs, _ = function(*again)
         pairs = [(y, dy) for y, dy in zip(outputs, to_outputs, strict=True) if y.dtype.is_floating]

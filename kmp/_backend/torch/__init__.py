@@ -226,7 +226,11 @@ class TorchBackend(Backend):
         return _CustomGradient.apply(forward, backward, *inputs)
 
     def recompute(
-        self, function: Callable[..., TwoLists], inputs: Sequence[Tensor], policy: Any = None
+        self,
+        function: Callable[..., TwoLists],
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        policy: Any = None,
     ) -> TwoLists:
         if not torch.is_grad_enabled():
             return function(*inputs)
