@@ -20,7 +20,8 @@ MODES = {
     "torch": ["eager"],
 }[BACKEND]
 # XLA compiles two other programs, and rounds in other places.
-TOLERANCES = {"float32": 1e-6, "mixed_float16": 1e-4, "mixed_bfloat16": 2e-3}
+# In float32 each step may round a gradient, a momentum and a weight apart.
+TOLERANCES = {"float32": 3 * STEPS * 2**-23, "mixed_float16": 1e-4, "mixed_bfloat16": 2e-3}
 POLICIES = [
     pytest.param("float32", marks=pytest.mark.wide),
     pytest.param("mixed_bfloat16", marks=pytest.mark.wide),
