@@ -34,7 +34,7 @@ from catalogue import program as program_of
 
 import kmp
 from kmp._backend import backend
-from kmp._backend.jax.cards import device_of
+from kmp._backend.jax.cards import compiled_for, device_of
 from kmp._keras.blocks import recomputed_in
 from kmp._keras.training import build_for_training
 from kmp.debug import budget as planning
@@ -75,9 +75,10 @@ def bytes_by_xla(model: keras.Model, x: Any, y: Any) -> int:
         model.optimizer.variables,
         model.metrics_variables,
     )
-    state, batch = jax.tree.map(spec, (tuple(map(list, variables)), (x, y)))
-    step = jax.jit(model.train_step, donate_argnums=0).lower(state, batch).compile()
-    found = step.memory_analysis()
+    data = keras.utils.pack_x_y_sample_weight(x, y)
+    state, batch = jax.tree.map(spec, (tuple(map(list, variables)), data))
+    step = jax.jit(model.train_step, donate_argnums=0).lower(state, batch)
+    found = compiled_for(step, device_of(DEVICE)).memory_analysis()
     results = found.output_size_in_bytes - found.alias_size_in_bytes
     return found.argument_size_in_bytes + found.temp_size_in_bytes + results
 
@@ -157,9 +158,9 @@ def checked(name: str) -> list[dict[str, Any]]:
         budget = int(share * whole)
         plan, predicted = planned(name, budget)
         step = plan.step
-        key = (step.blocks, step.memory)
+        key = (plan.call, step.blocks, step.memory)
         if key not in applied:
-            applied[key] = bytes_with(name, plan, *key)
+            applied[key] = bytes_with(name, plan, step.blocks, step.memory)
         holds = plan.steps and applied[key] == step.bytes and (step.bytes <= budget) == plan.fits
         if not plan.fits:
             ways = ways or other_ways(name, plan)

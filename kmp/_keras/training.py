@@ -55,9 +55,9 @@ def build_for_training(model: Any, x: Any, y: Any) -> None:
     Args:
         model: built and compiled.
         x: one batch, of which only shapes and dtypes count.
-        y: its targets.
+        y: its targets, or None.
     """
-    model._symbolic_build(data_batch=(x, y))
+    model._symbolic_build(data_batch=keras.utils.pack_x_y_sample_weight(x, y))
 
 
 def note_placements(model: Any) -> None:

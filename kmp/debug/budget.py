@@ -154,7 +154,7 @@ def memory_plan(
     Args:
         model: built and compiled `keras.Model`.
         x: one batch, of arrays or `jax.ShapeDtypeStruct`s, of which only shapes and dtypes count.
-        y: its targets, likewise.
+        y: its targets, likewise; None if `fit` is given none.
         budget: bytes, or a number with a unit, such as "24 GB".
         filter_fn: which layers are blocks, as in `kmp.recompute`.
         device: what to compile for: "t4", "l4", "h100" or "v5e", none of which has to be here, or a
@@ -356,16 +356,20 @@ class _Planner:
     def _smaller_batch(self, x: Tree, y: Tree, step: PlannedStep, budget: int) -> str | None:
         """The largest half, quarter, ... of the batch that fits; None if none does.
 
-        `step` is that with all of it. A sample takes nearly as many bytes in any batch, so that few
-        sizes need to be compiled.
+        It is accumulated to the whole again, for which the optimizer keeps a sum of gradients.
+        `step` is that with all of the batch. A sample takes nearly as many bytes in any batch, so
+        that few sizes need to be compiled.
         """
-        whole, pieces = step.bytes, self._pieces[: step.blocks]
+        sums = sum(v.value.nbytes for v in self._model.trainable_variables)
+        whole, pieces = step.bytes + sums, self._pieces[: step.blocks]
         size = samples = _samples(x)
         a_sample = 0.0
         while size > 1:
             size //= 2
             if whole - a_sample * (samples - size) > budget and size > 1 and a_sample:
                 continue
+            number = round(samples / size) * (self._optimizer.gradient_accumulation_steps or 1)
+            self._model.optimizer = _accumulating(self._optimizer, number, self._model)
             try:
                 found = self._compile(pieces, *_first((x, y), size)).bytes
             except Exception as error:  # a loss, or an Input, that is written for one size
@@ -373,14 +377,16 @@ class _Planner:
                     f"No smaller batch can be planned: with {size} samples the step raises "
                     f"{type(error).__name__}."
                 )
+            finally:
+                self._model.optimizer = self._optimizer
             if found <= budget:
                 calls = [f"kmp.scaled(..., {self._memory})"] if self._memory else []
                 calls += [self.call] if pieces else []
                 also = f" with {' and '.join(calls)}" if calls else ""
                 return (
-                    f"A batch of {size} fits{also}, at {_gigabytes(found)} by XLA: with as many "
-                    "more gradient_accumulation_steps, which keep a copy of the gradients, the "
-                    "updates are those of this batch."
+                    f"A batch of {size} with gradient_accumulation_steps={number} fits{also}, at "
+                    f"{_gigabytes(found)} by XLA. Except for batch statistics, the updates are "
+                    "those of this batch."
                 )
             a_sample = max((whole - found) / (samples - size), 0)
         return None
@@ -414,6 +420,14 @@ def _with_memory(model: keras.Model, memory: HalfMemory) -> LossScaleOptimizer:
         inner = inner_optimizer_of(optimizer)
         rule = "none" if inner is optimizer else "dynamic"
         other = scaled(type(inner).from_config(inner.get_config()), rule, **arguments)
+    other.build(model.trainable_variables)
+    return other
+
+
+def _accumulating(optimizer: Any, number: int, model: keras.Model) -> Any:
+    """An optimizer for a model like this one, which applies the mean of `number` gradients."""
+    other = type(optimizer).from_config(optimizer.get_config())
+    inner_optimizer_of(other).gradient_accumulation_steps = number
     other.build(model.trainable_variables)
     return other
 

@@ -1,6 +1,7 @@
 """A budget chooses which blocks are computed again; the bytes are XLA's."""
 
 import importlib.util
+import types
 
 import keras
 import numpy as np
@@ -61,6 +62,11 @@ pytestmark = pytest.mark.only("jax")
 def held(model):
     """Bytes of weights and slots."""
     return sum(v.value.nbytes for v in [*model.variables, *model.optimizer.variables])
+
+
+def gradients(model):
+    """Bytes of the gradients."""
+    return sum(v.value.nbytes for v in model.trainable_variables)
 
 
 def plan_of(model, budget, **arguments):
@@ -163,11 +169,11 @@ def test_remainders_of_bfloat16_weights_are_made_smaller_last(planned):
 def test_what_does_not_fit_is_told_what_else_there_is(planned):
     planned.saves = lambda model: 10 * sum(recomputed(model)) - 10**6
     model = make_model()
-    plan = plan_above(model, 3 * 10**5)
+    plan = plan_above(model, 4 * 10**5)
     assert not plan.fits and plan.step.blocks == 6
     batch, *states = plan.advice
     line = "kmp.recompute(model, lambda layer, path: path in plan.paths)"
-    assert f"A batch of 2 fits with {line}, at" in batch
+    assert f"A batch of 2 with gradient_accumulation_steps=4 fits with {line}, at" in batch
     assert planned.compiled[-2:] == [(4, 6), (2, 6)]
     assert 'slot_dtype="int8"' in states[0] and "bfloat16" in states[1]
     assert "does not fit" in str(plan)
@@ -176,21 +182,28 @@ def test_what_does_not_fit_is_told_what_else_there_is(planned):
 def test_a_smaller_batch_may_need_slots_in_int8(planned):
     planned.saves = lambda model: -(10**6)
     model = make_model()
-    plan = plan_of(model, in_int8(model) + 130_000)
+    plan = plan_of(model, in_int8(model) + gradients(model) + 130_000)
     assert not plan.fits
-    assert plan.advice[0].startswith('A batch of 1 fits with kmp.scaled(..., slot_dtype="int8"), ')
+    assert plan.advice[0].startswith(
+        "A batch of 1 with gradient_accumulation_steps=8 fits with "
+        'kmp.scaled(..., slot_dtype="int8"), at'
+    )
 
 
 @pytest.mark.parametrize("budget", [805, 815])
 def test_where_more_blocks_take_more_the_smallest_step_is_the_plan(planned, budget):
     """Two save 60 each, the third 70, and what XLA adds for the next takes more."""
-    planned.saves = lambda model: (0, 60, 120, 190, 80, 0, -80)[sum(recomputed(model))]
+    planned.saves = lambda model: (
+        1000 - 1000 * (1000 - (0, 60, 120, 190, 80, 0, -80)[sum(recomputed(model))])
+    )
     model = make_model(optimizer="sgd")  # no slots to make smaller
-    plan = plan_above(model, budget)
-    assert plan.step == (8, 3, held(model) + 810, 1.3, "") and plan.fits == (budget == 815)
+    plan = plan_above(model, 1000 * budget)
+    assert plan.step == (8, 3, held(model) + 810_000, 1.3, "") and plan.fits == (budget == 815)
     assert planned.compiled[:6] == [(8, 0), (8, 1), (8, 2), (8, 4), (8, 6), (8, 3)]
     if not plan.fits:
-        assert plan.advice[0].startswith("A batch of 4 fits with kmp.recompute(")
+        assert plan.advice[0].startswith(
+            "A batch of 4 with gradient_accumulation_steps=2 fits with kmp.recompute("
+        )
         assert planned.compiled[-1] == (4, 3)
 
 
@@ -206,20 +219,92 @@ def test_what_is_known_to_do_is_taken_where_the_line_has_passed_it_by(planned):
 
 
 def test_blocks_that_save_nothing_are_left_alone(planned):
-    planned.saves = lambda model: -50 * sum(recomputed(model))
+    planned.saves = lambda model: -50 * sum(recomputed(model)) - 10**6
     model = make_model(optimizer="sgd")
-    plan = plan_above(model, 900)
+    plan = plan_above(model, 900_000)
     assert not plan.fits and plan.step.blocks == 0 and plan.paths == ()
-    assert plan.advice[0].startswith("A batch of 4 fits, at")
+    assert plan.advice[0].startswith("A batch of 4 with gradient_accumulation_steps=2 fits, at")
     assert planned.compiled[-1] == (4, 0)
 
 
+@pytest.mark.parametrize(("accumulated", "steps"), [(None, 4), (3, 12)])
+def test_the_smaller_batch_fits_with_the_sum_of_the_gradients(planned, accumulated, steps):
+    planned.saves = lambda model: -(10**6)
+    model = make_model(blocks=1)
+    sgd = keras.optimizers.SGD(gradient_accumulation_steps=accumulated)
+    model.compile(kmp.scaled(sgd), "mse")
+    # Half of the batch would fit but for the sum.
+    budget = 10**6 // 2 + gradients(model) // 2 - (gradients(model) if accumulated else 0)
+    build_for_training(model, X, X)
+    budget += held(model)
+    plan = plan_of(model, budget)
+    advice = plan.advice[0]
+    assert f"A batch of 2 with gradient_accumulation_steps={steps} fits, at" in advice
+    other = make_model(blocks=1)
+    sgd = keras.optimizers.SGD(gradient_accumulation_steps=steps)
+    other.compile(kmp.scaled(sgd), "mse")
+    build_for_training(other, X, X)
+    found = planned(other, X[:2], X[:2]).bytes
+    assert found <= budget and f"at {found / 1e9:.3g} GB by XLA" in advice
+
+
 def test_a_smaller_batch_without_targets(planned, monkeypatch):
+    planned.saves = lambda model: -(10**6)
     monkeypatch.setattr("kmp.debug.budget.build_for_training", lambda model, x, y: None)
     model = make_model(blocks=2, optimizer="sgd")
     build_for_training(model, X, X)
-    plan = kmp.debug.memory_plan(model, X, None, held(model) + 500, device="h100")
-    assert plan.advice[0].startswith("A batch of 4 fits")
+    plan = kmp.debug.memory_plan(model, X, None, held(model) + 600_000, device="h100")
+    assert plan.advice[0].startswith("A batch of 4 with")
+
+
+class WithoutTargets(keras.Model):
+    """Its step takes what `fit` hands it where there are no targets: the dict itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(16)
+
+    def call(self, inputs):
+        outputs = self.dense(inputs["x"])
+        self.add_loss(keras.ops.mean(outputs**2))
+        return outputs
+
+    def train_step(self, state, data):
+        assert set(data) == {"x"}
+        return super().train_step(state, data)
+
+
+def test_a_step_is_compiled_for_the_data_of_fit():
+    model = WithoutTargets()
+    model({"x": X})
+    model.compile(kmp.scaled("adam"))
+    build_for_training(model, {"x": X}, None)
+    assert backend.planned_step(model, {"x": X}, None).bytes > held(model)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu", None])
+def test_a_product_that_xla_finds_no_tiles_for_is_compiled_without_triton(platform):
+    import jax
+
+    from kmp._backend.jax.cards import compiled_for
+
+    tried = []
+
+    class Program:
+        def compile(self, compiler_options=None):
+            tried.append(compiler_options)
+            if not compiler_options:
+                raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes")
+            return self
+
+    program, device = Program(), platform and types.SimpleNamespace(platform=platform)
+    if platform == "cuda":
+        assert compiled_for(program, device) is program
+        assert tried == [None, {"xla_gpu_enable_triton_gemm": False}]
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="tile sizes"):
+            compiled_for(program, device)
+        assert tried == [None]
 
 
 def test_a_model_that_takes_one_size_of_batch_gets_the_other_advice():

@@ -12,7 +12,7 @@ from jax import numpy as jnp
 from keras import ops
 
 from kmp._backend.base import Backend
-from kmp._backend.jax.cards import NAMES, device_of
+from kmp._backend.jax.cards import NAMES, compiled_for, device_of
 from kmp._backend.jax.programs import operations
 from kmp._backend.jax.sharding import MeshSharding
 from kmp._backend.jax.targets import PER_TARGET
@@ -352,6 +352,7 @@ class JaxBackend(Backend):
         device = device_of(device) if isinstance(device, str) else device
         mesh = None if device is None else jax.sharding.Mesh([device], ["device"])
         here = mesh and jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        batch = keras.utils.pack_x_y_sample_weight(x, y)
 
         def lowered(where):
             def spec(x):
@@ -365,11 +366,11 @@ class JaxBackend(Backend):
                 model.metrics_variables,
             )
             state = tuple(list(map(spec, variables)) for variables in owners)
-            return step.lower(state, jax.tree.map(spec, (x, y)))
+            return step.lower(state, jax.tree.map(spec, batch))
 
         step = jax.jit(model.train_step, donate_argnums=0)
         program = lowered(here)
-        analysis = program.compile().memory_analysis()
+        analysis = compiled_for(program, device).memory_analysis()
         if analysis is None:
             return None
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes  # written in place

@@ -4,6 +4,8 @@ import dataclasses
 import os
 from typing import Any
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True)
 class Card:
@@ -67,6 +69,23 @@ def device_of(name: str) -> Any:
     figures = _figures(CARDS[name])
     found = topologies.get_topology_desc(platform="cuda", target_config=figures, topology="1x1x1")
     return found.devices[0]
+
+
+def compiled_for(program: Any, device: Any) -> Any:
+    """The `jax.stages.Compiled` of a `jax.stages.Lowered`.
+
+    Args:
+        program: what was lowered for the device.
+        device: one of NVIDIA's, a TPU, or None.
+    """
+    try:
+        return program.compile()
+    except jax.errors.JaxRuntimeError:
+        # Triton's kernels of a product are written by XLA for tiles that it has tried. Without a
+        # card it cannot try any, and of some products it finds none.
+        if getattr(device, "platform", None) not in ("cuda", "gpu"):
+            raise
+        return program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
 def _figures(card: Card) -> str:
