@@ -113,7 +113,7 @@ def planned(name: str, budget: float) -> tuple[kmp.debug.MemoryPlan, int | None]
     finally:
         planning._Planner = before
     savings, last = planners[0]._savings, plan.step
-    kinds = [planning._kind_of(piece) for piece in planners[0]._pieces]
+    kinds = [planning._kind_of(group) for group in planners[0]._groups]
     if savings is None or last.memory or last.blocks < 2:
         return plan, None
     if last.blocks == 2 and kinds[0] == kinds[1]:  # the line goes through that step

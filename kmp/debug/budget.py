@@ -1,6 +1,7 @@
 """What of a model to compute again, so that a training step fits in the memory there is."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ class PlannedStep(NamedTuple):
 
     Attributes:
         batch_size: int, samples in its batch.
-        blocks: int, how many of the blocks are computed again.
+        blocks: int, how many of the blocks are computed again; those of one path count as one.
         bytes: int, the most that it holds at once, by XLA: weights, slots, gradients, activations.
         operations: float, floating-point operations over those of the step without recomputation.
         memory: str, the arguments of `kmp.scaled` with which it holds less; empty if the optimizer
@@ -227,17 +228,18 @@ class _Planner:
         chosen: Any = None,
         first: "_Planner | None" = None,
     ):
-        self._model, self._pieces, self._device = model, pieces, device
+        groups = _by_name(pieces)
+        self._model, self._groups, self._device = model, list(groups.values()), device
         self._policy = chosen
         self._memory = ""  # what the optimizer is given instead of what it was compiled with
         self._optimizer = model.optimizer  # with that
-        self._savings: list[float] | None = None  # of each piece
+        self._savings: list[float] | None = None  # of each group
         # Of the step without recomputation.
         self._operations: float | None = first._operations if first else None
         self._whole: PlannedStep | None = first._whole if first else None
         self.steps: list[PlannedStep] = [self._whole] if self._whole else []
         self.call = _call_of_recompute(_are_segments(pieces), policy)
-        self.names = tuple(x.last if isinstance(x, Segment) else path_of(x) for x in pieces)
+        self.names = tuple(groups)
 
     def fit(self, x: Tree, y: Tree, budget: int) -> None:
         """Compile until a step is within the budget; the last is that, or the smallest."""
@@ -278,9 +280,9 @@ class _Planner:
         number, excess = 0, self._whole.bytes - saved - budget
         plain = [each for each in self.steps if not each.memory]
         fit = [each.blocks for each in plain if each.bytes - saved <= budget]
-        if excess <= 0 or not self._pieces:
+        if excess <= 0 or not self._groups:
             excess = self._with_first(0, x, y).bytes - budget
-        while excess > 0 and number < len(self._pieces):
+        while excess > 0 and number < len(self._groups):
             number = self._enough(number, excess, self._savings_of_each(x, y))
             excess = self._with_first(number, x, y).bytes - budget
         if excess > 0 and fit:  # the line has passed by what is known to do
@@ -306,25 +308,26 @@ class _Planner:
             self._with_first((start + stop) // 2, x, y)
 
     def _with_first(self, number: int, x: Tree, y: Tree) -> PlannedStep:
-        """The step with the first so many pieces computed again, which is noted."""
+        """The step with the first so many groups computed again, which is noted."""
         for step in self.steps:
             if (step.blocks, step.memory) == (number, self._memory):
                 self.steps.remove(step)
                 self.steps.append(step)  # the last is the plan
                 return step
-        self.steps.append(self._compile(self._pieces[:number], x, y))
+        self.steps.append(self._compile(self._groups[:number], x, y))
         return self.steps[-1]
 
-    def _compile(self, pieces: Pieces, x: Tree, y: Tree) -> PlannedStep:
+    def _compile(self, groups: Sequence[Pieces], x: Tree, y: Tree) -> PlannedStep:
+        pieces: Any = list(itertools.chain(*groups))
         recompute_only(pieces, self._model, backend, self._policy)
         planned = backend.planned_step(self._model, x, y, self._device)
         assert planned is not None
         self._operations = self._operations or planned.operations
         share = planned.operations / self._operations
-        return PlannedStep(_samples(x), len(pieces), planned.bytes, share, self._memory)
+        return PlannedStep(_samples(x), len(groups), planned.bytes, share, self._memory)
 
     def _savings_of_each(self, x: Tree, y: Tree) -> list[float]:
-        """The bytes that each piece should save: as much as one like it that has been compiled.
+        """The bytes that each group should save: as much as one like it that has been compiled.
 
         The first has the input of the model, which is kept anyway, so that the second is compiled
         too if it is like the first; others of its kind save as much for their size.
@@ -332,14 +335,14 @@ class _Planner:
         if self._savings is None:
             assert self._whole is not None
             whole, one = self._whole.bytes, self._with_first(1, x, y).bytes
-            kinds = [_kind_of(each) for each in self._pieces]
-            sizes = [_size_of(each) for each in self._pieces]
+            kinds = [_kind_of(each) for each in self._groups]
+            sizes = [_size_of(each) for each in self._groups]
             rates = {kinds[0]: max(whole - one, 0) / sizes[0]}
             if kinds[1:2] == kinds[:1]:
                 rates[kinds[0]] = max(one - self._with_first(2, x, y).bytes, 0) / sizes[1]
-            for piece, kind, size in zip(self._pieces, kinds, sizes, strict=True):
+            for group, kind, size in zip(self._groups, kinds, sizes, strict=True):
                 if kind not in rates:
-                    alone = self._compile([piece], x, y).bytes
+                    alone = self._compile([group], x, y).bytes
                     rates[kind] = max(whole - alone, 0) / size
             self._savings = [rates[kind] * size for kind, size in zip(kinds, sizes, strict=True)]
             self._savings[0] = max(whole - one, 0)
@@ -361,7 +364,7 @@ class _Planner:
         that few sizes need to be compiled.
         """
         sums = sum(v.value.nbytes for v in self._model.trainable_variables)
-        whole, pieces = step.bytes + sums, self._pieces[: step.blocks]
+        whole, groups = step.bytes + sums, self._groups[: step.blocks]
         size = samples = _samples(x)
         a_sample = 0.0
         while size > 1:
@@ -371,7 +374,7 @@ class _Planner:
             number = round(samples / size) * (self._optimizer.gradient_accumulation_steps or 1)
             self._model.optimizer = _accumulating(self._optimizer, number, self._model)
             try:
-                found = self._compile(pieces, *_first((x, y), size)).bytes
+                found = self._compile(groups, *_first((x, y), size)).bytes
             except Exception as error:  # a loss, or an Input, that is written for one size
                 return (
                     f"No smaller batch can be planned: with {size} samples the step raises "
@@ -381,7 +384,7 @@ class _Planner:
                 self._model.optimizer = self._optimizer
             if found <= budget:
                 calls = [f"kmp.scaled(..., {self._memory})"] if self._memory else []
-                calls += [self.call] if pieces else []
+                calls += [self.call] if groups else []
                 also = f" with {' and '.join(calls)}" if calls else ""
                 return (
                     f"A batch of {size} with gradient_accumulation_steps={number} fits{also}, at "
@@ -458,16 +461,25 @@ def _are_segments(pieces: Pieces) -> bool:
     return any(isinstance(piece, Segment) for piece in pieces)
 
 
-def _kind_of(piece: Layer | Segment) -> Any:
-    """Equal for pieces that save as much for their size."""
-    if isinstance(piece, Segment):
+def _by_name(pieces: Pieces) -> dict[str, Pieces]:
+    """The pieces that the printed line can only choose together, such as blocks of one path."""
+    groups: dict[str, Any] = {}
+    for piece in pieces:
+        name = piece.last if isinstance(piece, Segment) else path_of(piece)
+        groups.setdefault(name, []).append(piece)
+    return groups
+
+
+def _kind_of(group: Pieces) -> Any:
+    """Equal for groups that save as much for their size."""
+    if isinstance(group[0], Segment):
         return Segment
-    return type(piece), tuple((tuple(v.shape), v.dtype) for v in piece.weights)
+    return tuple((type(x), *((tuple(v.shape), v.dtype) for v in x.weights)) for x in group)
 
 
-def _size_of(piece: Layer | Segment) -> int:
+def _size_of(group: Pieces) -> int:
     """Of a segment, what it keeps for the gradient unless it is computed again."""
-    return piece.saved if isinstance(piece, Segment) else 1
+    return sum(x.saved for x in group if isinstance(x, Segment)) or 1
 
 
 def _samples(x: Tree) -> int:

@@ -375,6 +375,43 @@ def test_where_blocks_do_not_save_enough_segments_are_planned(planned):
     assert not chosen.fits  # as the user has chosen the blocks
 
 
+class TwoEncoders(keras.Model):
+    """Both are built by themselves, so that their blocks have the same paths."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoders = [self.encoder(), self.encoder()]
+
+    def encoder(self):
+        inputs = x = keras.Input((16,))
+        for i in range(3):
+            stack = [keras.layers.Dense(64, "gelu"), keras.layers.Dense(16)]
+            x = keras.Sequential([keras.Input((16,)), *stack], name=f"block{i}")(x)
+        return keras.Model(inputs, x)
+
+    def call(self, x):
+        return self.encoders[0](x) + self.encoders[1](x)
+
+
+def test_blocks_of_one_path_are_planned_together(planned):
+    """As in CLIP, of which the printed line chose twice as many as the plan."""
+
+    def again(model):
+        return [x for encoder in model.encoders for x in encoder.layers if is_recomputed(x)]
+
+    planned.saves = lambda model: 100 * len(again(model))
+    model = TwoEncoders()
+    model(X)
+    model.compile(kmp.scaled("adam"), "mse")
+    everything = lambda layer, path: layer.name.startswith("block")  # noqa: E731
+    plan = plan_above(model, 600, filter_fn=everything)
+    assert plan.blocks == ("block0", "block1", "block2") and plan.paths == ("block0", "block1")
+    assert plan.fits and plan.step.bytes == held(model) + 600
+    exec(plan.call, {"kmp": kmp, "model": model, "plan": plan})
+    assert len(again(model)) == 4
+    assert planned(model, X, X).bytes == plan.step.bytes
+
+
 def test_segments_are_chosen_as_in_recompute(planned):
     model = make_model()
     names = [layer.name for layer in model.layers]
