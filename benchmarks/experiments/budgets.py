@@ -261,6 +261,9 @@ segments and slots in int8, and those with at most 3 and 6 segments. Anything el
 The last column is where the plan went further than it had compiled: what the line through the first
 steps says against XLA's number. A `-` is where it needed no line.
 
+Plain Keras does not train these on JAX either: the GAN's `train_step` is written for TensorFlow,
+and Keras cannot trace Stable Diffusion 3.
+
 {why}
 
 Versions: keras {keras}, jax {jax}.
