@@ -365,15 +365,16 @@ class _Planner:
         """
         sums = sum(v.value.nbytes for v in self._model.trainable_variables)
         whole, groups = step.bytes + sums, self._groups[: step.blocks]
+        inner = inner_optimizer_of(self._optimizer)
         size = samples = _samples(x)
         a_sample = 0.0
         while size > 1:
             size //= 2
             if whole - a_sample * (samples - size) > budget and size > 1 and a_sample:
                 continue
-            number = round(samples / size) * (self._optimizer.gradient_accumulation_steps or 1)
-            self._model.optimizer = _accumulating(self._optimizer, number, self._model)
+            number = round(samples / size) * (inner.gradient_accumulation_steps or 1)
             try:
+                self._model.optimizer = _accumulating(self._optimizer, number, self._model)
                 found = self._compile(groups, *_first((x, y), size)).bytes
             except Exception as error:  # a loss, or an Input, that is written for one size
                 return (

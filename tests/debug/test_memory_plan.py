@@ -227,12 +227,13 @@ def test_blocks_that_save_nothing_are_left_alone(planned):
     assert planned.compiled[-1] == (4, 0)
 
 
+@pytest.mark.parametrize("scaled", [kmp.scaled, keras.optimizers.LossScaleOptimizer])
 @pytest.mark.parametrize(("accumulated", "steps"), [(None, 4), (3, 12)])
-def test_the_smaller_batch_fits_with_the_sum_of_the_gradients(planned, accumulated, steps):
+def test_the_smaller_batch_fits_with_the_sum_of_the_gradients(planned, accumulated, steps, scaled):
     planned.saves = lambda model: -(10**6)
     model = make_model(blocks=1)
     sgd = keras.optimizers.SGD(gradient_accumulation_steps=accumulated)
-    model.compile(kmp.scaled(sgd), "mse")
+    model.compile(scaled(sgd), "mse")
     # Half of the batch would fit but for the sum.
     budget = 10**6 // 2 + gradients(model) // 2 - (gradients(model) if accumulated else 0)
     build_for_training(model, X, X)
@@ -242,7 +243,7 @@ def test_the_smaller_batch_fits_with_the_sum_of_the_gradients(planned, accumulat
     assert f"A batch of 2 with gradient_accumulation_steps={steps} fits, at" in advice
     other = make_model(blocks=1)
     sgd = keras.optimizers.SGD(gradient_accumulation_steps=steps)
-    other.compile(kmp.scaled(sgd), "mse")
+    other.compile(scaled(sgd), "mse")
     build_for_training(other, X, X)
     found = planned(other, X[:2], X[:2]).bytes
     assert found <= budget and f"at {found / 1e9:.3g} GB by XLA" in advice
