@@ -66,8 +66,13 @@ def note_placements(model: Any) -> None:
     Before Keras 3.12 the loop notes on JAX where each of them lies, and every step goes by that.
     Private: `_record_training_state_sharding_spec`.
     """
-    if hasattr(model, "_record_training_state_sharding_spec"):
+    if notes_placements(model):
         model._record_training_state_sharding_spec()
+
+
+def notes_placements(model: Any) -> bool:
+    """Whether a model's steps say where each variable lies. Private: as above."""
+    return hasattr(model, "_record_training_state_sharding_spec")
 
 
 def called_by_train_on_batch() -> bool:

@@ -24,7 +24,7 @@ from kmp._keras.blocks import (
 )
 from kmp._keras.optimizer import inner_optimizer_of
 from kmp._keras.segments import Segment
-from kmp._keras.training import build_for_training, check_compiled
+from kmp._keras.training import build_for_training, check_compiled, notes_placements
 from kmp.debug.memory import state_bytes
 from kmp.half_memory import HalfMemory
 from kmp.scaling import LossScaleOptimizer, scaled
@@ -169,7 +169,8 @@ def memory_plan(
         `MemoryPlan`; print it.
 
     Raises:
-        NotImplementedError: on TensorFlow and PyTorch, which cannot plan a step.
+        NotImplementedError: on TensorFlow and PyTorch, which cannot plan a step, and under Keras
+            before 3.12, whose step cannot be compiled for a device that is not here.
         TypeError: if `model` is no Keras model.
         ValueError: if it is not built or compiled, `budget` is no number of bytes above 0,
             `device` is a CPU or unknown, `policy` is none of JAX, or a `keras.distribution` is set:
@@ -524,6 +525,13 @@ def _check(model: Any, device: Any) -> None:
             "memory_plan needs the JAX backend: no other compiles a whole step before it runs. "
             f"Received: the {keras.backend.backend()} backend. Set KERAS_BACKEND=jax for the "
             "plan; kmp.recompute then saves memory on any backend."
+        )
+    if notes_placements(model):
+        raise NotImplementedError(
+            "memory_plan needs Keras 3.12 or newer: before, a step says where each variable lies, "
+            "and cannot be compiled for a device that is not here. Received: Keras "
+            f"{keras.__version__}. Plan where pip install 'keras>=3.12' has run; kmp.recompute "
+            "then saves memory under any version."
         )
     if device not in (None, *backend.planned_devices) and not hasattr(device, "platform"):
         names = ", ".join(map(repr, backend.planned_devices))

@@ -13,7 +13,7 @@ from kmp._backend.types import PlannedProgram
 from kmp._keras.blocks import policy_in, recomputed_in
 from kmp._keras.recompute import is_recomputed
 from kmp._keras.segments import Segment
-from kmp._keras.training import build_for_training
+from kmp._keras.training import build_for_training, notes_placements
 
 X = np.zeros((8, 16), "float32")
 
@@ -56,7 +56,10 @@ def planned(monkeypatch):
     return planned_step
 
 
-pytestmark = pytest.mark.only("jax")
+pytestmark = [
+    pytest.mark.only("jax"),
+    pytest.mark.skipif(notes_placements(keras.Model), reason="Keras before 3.12 is refused"),
+]
 
 
 def held(model):
@@ -510,6 +513,13 @@ def test_budgets(planned, budget, number):
 def test_cpus_and_unknown_devices_are_refused(device):
     with pytest.raises(ValueError, match=r"device.*h100"):
         kmp.debug.memory_plan(make_model(1), X, X, "1 GB", device=device)
+
+
+def test_older_keras_is_refused(monkeypatch):
+    name = "_record_training_state_sharding_spec"
+    monkeypatch.setattr(keras.Model, name, lambda model: None, raising=False)
+    with pytest.raises(NotImplementedError, match="Received: Keras 3"):
+        plan_of(make_model(1), 1e9)
 
 
 def test_a_model_must_be_compiled():
