@@ -57,7 +57,7 @@ def build_for_training(model: Any, x: Any, y: Any) -> None:
         x: one batch, of which only shapes and dtypes count.
         y: its targets, or None.
     """
-    model._symbolic_build(data_batch=keras.utils.pack_x_y_sample_weight(x, y))
+    model._symbolic_build(data_batch=(x, y))
 
 
 def note_placements(model: Any) -> None:
