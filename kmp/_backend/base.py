@@ -425,7 +425,7 @@ class Backend(abc.ABC):
         self,
         function: Callable[..., TwoLists],
         inputs: Sequence[Tensor],
-        weights: Sequence[Tensor],
+        weights: Callable[[], Sequence[Tensor]],
         policy: Any = None,
     ) -> TwoLists:
         """Call a function whose tensors are computed again for the gradient, instead of kept.
@@ -436,8 +436,8 @@ class Backend(abc.ABC):
                 variables and other tensors. Where the backward pass is a program of its own, it is
                 called once more there, and must do the same.
             inputs: tensors; they stay in memory until the backward pass.
-            weights: the values of trainable variables that it reads. They are handed to it where
-                it could otherwise read what has been assigned since.
+            weights: returns the values of trainable variables that it reads. They are handed to it
+                where it could otherwise read what has been assigned since.
             policy: what `recompute_policy` returned; None: nothing inside is kept.
 
         Returns:

@@ -103,9 +103,7 @@ def call_again(
     if (through := _plainly.get()) is not None:
         return through(path, tensors + masks, lambda: function(*args, **kwargs))
     pure = _PureCall(layers, function, (len(tensors), len(masks)), fill, backend)
-    with without_autocast():
-        weights = [v.value for v in pure.weights]
-    return pure.finish(*backend.recompute(pure, tensors + masks, weights, policy))
+    return pure.finish(*backend.recompute(pure, tensors + masks, pure.read_weights, policy))
 
 
 def call_plainly(layer: Any) -> None:
@@ -118,10 +116,10 @@ def call_plainly(layer: Any) -> None:
 class _PureCall:
     """One call of a layer, or of a part of a graph, as a pure function of tensors.
 
-    It takes the tensors of the arguments, their masks, and after them nothing or the values of
-    `weights`. It returns a list with the outputs and the losses that the call adds, and a list of
-    what has no gradient: the masks of the outputs, and the values of the variables that the call
-    assigns.
+    It takes the tensors of the arguments, their masks, and after them what `read_weights` returned,
+    if that was called. It returns a list with the outputs and the losses that the call adds, and a
+    list of what has no gradient: the masks of the outputs, and the values of the variables that the
+    call assigns.
 
     Args:
         layers: all that is called; the first owns the losses that none of them has added.
@@ -129,9 +127,6 @@ class _PureCall:
         numbers: of tensors and of masks in the arguments.
         fill: makes the args and kwargs from the tensors and the masks.
         backend: the `Backend`.
-
-    Attributes:
-        weights: the trainable variables of the layers.
     """
 
     def __init__(
@@ -145,8 +140,7 @@ class _PureCall:
         self._layers, self._plain_call = layers, plain_call
         self._numbers, self._fill = numbers, fill
         self._backend = backend
-        weights = {id(v): v for layer in layers for v in layer.trainable_variables}
-        self.weights = list(weights.values())
+        self._weights: list[int] = []  # ids of variables whose values are handed to each run
         outer = global_state.get_global_attribute("stateless_scope")
         self._values = dict(outer.state_mapping) if outer else {}  # of variables, by their ids
         self._assigns_for_good = outer is None
@@ -167,6 +161,13 @@ class _PureCall:
             return self._context.copy().run(self._compute_again, tensors)
         finally:
             put_buffers_back()
+
+    def read_weights(self) -> list[Tensor]:
+        """The values of the layers' trainable variables; each run has to be given them then."""
+        found = {id(v): v for layer in self._layers for v in layer.trainable_variables}
+        self._weights = list(found)
+        with without_autocast():
+            return [v.value for v in found.values()]
 
     def finish(self, outputs: Sequence[Tensor], others: Sequence[Tensor]) -> Tree:
         """After the first run: assign, add the losses, and return the outputs of the call.
@@ -192,7 +193,7 @@ class _PureCall:
         tensors, rest = _split(tensors, number)
         masks, weights = _split(rest, masks_number)
         args, kwargs = self._fill(tensors, masks)
-        values = {**self._values, **dict(zip(map(id, self.weights), weights, strict=False))}
+        values = {**self._values, **dict(zip(self._weights, weights, strict=True))}
         with _Scope(values, self._backend if self._assigns_for_good else None) as scope:
             for pair in self._before:
                 scope.add_update(pair)

@@ -207,7 +207,7 @@ class JaxBackend(Backend):
         self,
         function: Callable[..., TwoLists],
         inputs: Sequence[Tensor],
-        weights: Sequence[Tensor],
+        weights: Callable[[], Sequence[Tensor]],
         policy: Any = None,
     ) -> TwoLists:
         return jax.checkpoint(function, policy=policy)(*inputs)

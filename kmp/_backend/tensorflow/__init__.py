@@ -302,7 +302,7 @@ class TensorFlowBackend(Backend):
         self,
         function: Callable[..., TwoLists],
         inputs: Sequence[Tensor],
-        weights: Sequence[Tensor],
+        weights: Callable[[], Sequence[Tensor]],
         policy: Any = None,
     ) -> TwoLists:
         # As `tf.recompute_grad`, which takes no booleans, and hands on zeros for no gradient.
@@ -333,7 +333,7 @@ class TensorFlowBackend(Backend):
 
             return outputs, backward
 
-        return run(*flat, *(tf.convert_to_tensor(x) for x in weights)), others
+        return run(*flat, *(tf.convert_to_tensor(x) for x in weights())), others
 
     def _gradients_of(
         self,

@@ -229,7 +229,7 @@ class TorchBackend(Backend):
         self,
         function: Callable[..., TwoLists],
         inputs: Sequence[Tensor],
-        weights: Sequence[Tensor],
+        weights: Callable[[], Sequence[Tensor]],
         policy: Any = None,
     ) -> TwoLists:
         if not torch.is_grad_enabled():
