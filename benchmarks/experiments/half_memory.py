@@ -2,12 +2,14 @@
 
     KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py optimizers    any backend
     KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py transformer   twenty minutes
+    KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py codes         an hour
 
 Both use the test of `python -m kmp certify`. Each run keeps its result in build/half_memory, and
 writes the page anew from all that is there.
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import json
@@ -31,7 +33,8 @@ from kmp.cli.certify import Certificate, certify
 from kmp.cli.doctor import environment
 from kmp.cli.ledger import Ledger
 from kmp.cli.printing import Progress
-from kmp.cli.tasks import Task
+from kmp.cli.tasks import TASKS, Task
+from kmp.half_memory import codes
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "half_memory"
@@ -46,6 +49,12 @@ OPTIMIZERS = {
     "SGD with momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
     "Lion": lambda: keras.optimizers.Lion(1e-4),
 }
+# Slots in 8 bits: beside float32 weights, and beside bfloat16 ones with int8 remainders.
+CODED = ["p=f32,c=bf16,o=f32,slot_dtype=int8", f"{HALF},master_weights=24,slot_dtype=int8"]
+UNDER_CODES = {
+    **{name: OPTIMIZERS[name] for name in ("Adam", "AdamW", "Lion")},
+    "Muon": lambda: keras.optimizers.Muon(2e-3),
+}
 INTRODUCTION = """# Does it train with half the memory?
 
 Weights and the optimizer's slots in bfloat16, against float32, from the same seeds and on the same
@@ -56,6 +65,7 @@ accuracy, 2% of a loss. [Parity](../parity.md) explains the test, and has five t
 ```bash
 KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py optimizers  # each backend
 KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py transformer
+KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py codes
 ```
 """
 TITLES = {
@@ -70,6 +80,12 @@ The decoder-only transformer of `examples/full_recipe.py`, width 64, two blocks,
 Python's help, with Adam at a constant rate of 3e-4: at such a rate most updates are below half a
 unit in the last place of a bfloat16 weight. Rounded to nearest they are lost.
 """,
+    "codes": """## Slots of 8 bits
+
+The five tasks of [parity](../parity.md), which have Adam, and the MLP above under four optimizers.
+Weights are kept in float32, and in bfloat16 with remainders of 8 bits. So that small models say
+something too, slots of all sizes are coded here, and not only those of 4096 numbers or more.
+""",
 }
 
 
@@ -79,7 +95,7 @@ def digits(seed: int, optimizer: str):
     order = np.random.default_rng(seed).permutation(len(data.data))
     x, y = (data.data[order] / 16).astype("float32"), data.target[order]
     model = mlp(64, [128], 10)
-    model.compile(OPTIMIZERS[optimizer](), cross_entropy(), metrics=["accuracy"])
+    model.compile((OPTIMIZERS | UNDER_CODES)[optimizer](), cross_entropy(), metrics=["accuracy"])
     half = len(x) // 2
     return model, (x[:half], y[:half]), (x[half:], y[half:])
 
@@ -101,15 +117,20 @@ def tasks(which: str) -> dict[str, tuple[Task, list[str]]]:
         task = Task("transformer", recipe, "loss", 0.02, True, epochs=6, batch_size=32, seeds=3)
         more = [HALF, f"{HALF},slot_dtype=float32", f"{HALF},rounding=nearest"]
         return {"Adam": (task, more)}
-    return {
-        name: (
-            Task(
-                name, functools.partial(digits, optimizer=name), "accuracy", 0.01, False, 10, 32, 10
-            ),
-            [HALF, f"{HALF},slot_dtype=float32"],
-        )
-        for name in OPTIMIZERS
-    }
+    if which == "optimizers":
+        return {
+            name: (on_digits(name), [HALF, f"{HALF},slot_dtype=float32"]) for name in OPTIMIZERS
+        }
+    codes._FEWEST = 1
+    five = {name: dataclasses.replace(task, seeds=10) for name, task in TASKS.items()}
+    four = {f"MLP, {name}": on_digits(name) for name in UNDER_CODES}
+    return {name: (task, CODED) for name, task in (five | four).items()}
+
+
+def on_digits(optimizer: str) -> Task:
+    """An MLP on the digits, 10 seeds, with a margin of one point of accuracy."""
+    build = functools.partial(digits, optimizer=optimizer)
+    return Task(optimizer, build, "accuracy", 0.01, False, 10, 32, 10)
 
 
 def rows(name: str, certificate: Certificate) -> list[list[str]]:
@@ -124,7 +145,7 @@ def page() -> str:
         found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{which}-*.json"))]
         if not found:
             continue
-        header = ["optimizer", "backend", *found[0]["header"]]
+        header = ["task" if which == "codes" else "optimizer", "backend", *found[0]["header"]]
         table = [header, ["---"] * len(header), *(row for each in found for row in each["rows"])]
         parts += [title, *(f"| {' | '.join(row)} |" for row in table), ""]
         parts += [f"{each['facts']}.\n" for each in found]
