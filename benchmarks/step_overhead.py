@@ -4,6 +4,7 @@
     KERAS_BACKEND=tensorflow python benchmarks/step_overhead.py --no-xla --model mlp
     KERAS_BACKEND=jax python benchmarks/step_overhead.py --json          the same as JSON
     KERAS_BACKEND=jax python benchmarks/step_overhead.py --variant health "health, spikes"
+    KERAS_BACKEND=torch python benchmarks/step_overhead.py --policy bfloat16 --variant plain half
 
 Every variant trains the same model with Adam in `fit`, in turn, and a ratio is that of neighbours,
 over the first variant: what else the machine does meets both. On a CPU it is of CPU seconds, on an
@@ -24,12 +25,12 @@ import device_turns
 import keras
 import numpy as np
 from models import MODELS
-from variants import VARIANTS, WITH_SPIKES
+from variants import HALF_MEMORY, VARIANTS, WITH_SPIKES
 
 import kmp
 from kmp.cli.doctor import environment, environment_line
 
-KNOWN = VARIANTS | WITH_SPIKES
+KNOWN = VARIANTS | WITH_SPIKES | HALF_MEMORY
 WARM_UP = 110
 ON_CPU = "(cpu)" in environment()["device"]
 

@@ -18,3 +18,13 @@ WITH_SPIKES = {
     "spikes": lambda inner: kmp.LossScaleOptimizer(inner, measure_gradients=False, spikes="skip"),
     "health, spikes": lambda inner: kmp.LossScaleOptimizer(inner, spikes="skip"),
 }
+
+# Those that keep slots in less, for weights in bfloat16; see docs/half_the_memory.md.
+HALF_MEMORY = {
+    "half": lambda inner: _half(inner),
+    "int8 slots": lambda inner: _half(inner, slot_dtype="int8"),
+}
+
+
+def _half(inner: keras.optimizers.Optimizer, **memory) -> kmp.LossScaleOptimizer:
+    return kmp.LossScaleOptimizer(inner, loss_scale="none", measure_gradients=False, **memory)

@@ -320,8 +320,28 @@ class Backend(abc.ABC):
         """
         return then() if bool(pred) else otherwise
 
-    def block_size(self) -> int | None:
-        """Return how many numbers are best updated at once; None where XLA compiles updates."""
+    def block_sizes(self) -> tuple[int, int] | None:
+        """Return how many numbers are best updated at once, and up to how many weights are joined.
+
+        Returns:
+            None where XLA compiles updates.
+        """
+        return None
+
+    def compiled_block(
+        self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+    ) -> Callable[..., Sequence[Tensor]] | None:
+        """Return a function of tensors as one program.
+
+        Args:
+            function: returns what becomes of its last inputs.
+            inputs: of one call. Vectors may have any other length above 1 in the next, all the
+                same; the other shapes stay.
+
+        Returns:
+            The program, which may write into its last inputs, and return those; None if the
+            function is to be called as it is.
+        """
         return None
 
     def are_in_place(self, variables: Sequence[Variable]) -> bool:

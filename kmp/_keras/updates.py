@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 from keras import ops
 from keras.optimizers import Optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -233,6 +234,16 @@ def _constrain(view: Any, constraint: Callable[..., Any], variable: Any) -> Tens
     """Constrain a view; its variable is then assigned what it has."""
     view.assign(constraint(view))
     return ops.convert_to_tensor(variable)
+
+
+def own_numbers(optimizer: Any) -> list[Variable]:
+    """The variables that an optimizer keeps for no weight: iteration, learning rate and so on.
+
+    Private: Nadam has its product of momenta as an attribute, and not among its variables.
+    """
+    attributes = [v for v in vars(optimizer).values() if isinstance(v, keras.Variable)]
+    found = {id(v): v for v in (*optimizer.variables, *attributes)}.values()
+    return [v for v in found if not v.shape]
 
 
 def row_of(optimizer: Any, variable: Any) -> int:

@@ -10,8 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras import ops
+
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
+from kmp.half_memory.rounding import counters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +25,14 @@ class Member:
         view: of the weight.
         slots: the views of its slots, in the order in which the optimizer made them.
         rows: how many rows at least belong together, since they share scales.
-        kind: what is the same for all weights that may be joined; None: it is joined with none.
+        joins: whether it may be joined with others of its kind.
+        kind: what is the same for all weights that are updated alike, but for their shapes.
     """
 
     view: Any
     slots: tuple[Any, ...]
     rows: int
+    joins: bool
     kind: Any
 
     @property
@@ -71,10 +76,30 @@ class Block:
         """The weight that the optimizer is called with."""
         return self.pieces[0].member.view
 
+    @property
+    def views(self) -> tuple[Any, ...]:
+        """That weight and its slots."""
+        return self.view, *self.pieces[0].member.slots
+
+    @property
+    def kind(self) -> Any:
+        """What is the same for all blocks that one program updates."""
+        first = self.pieces[0]
+        if not first.member.joins:
+            return first.member.kind, first.stop - first.start, *self.view.shape[1:]
+        numbers = sum((p.stop - p.start) * p.member.size // p.member.length for p in self.pieces)
+        return first.member.kind, len(self.pieces) > 1, numbers > 1  # a vector of any length
+
     def gradient(self, gradients: Mapping[int, Tensor]) -> Tensor:
         """float32, from the gradients of the weights, by the ids of their views."""
-        parts = [(gradients[id(p.member.view)], slice(p.start, p.stop)) for p in self.pieces]
-        return backend.read_rows(parts)
+        return self.read(
+            [(gradients[id(p.member.view)], slice(p.start, p.stop)) for p in self.pieces]
+        )
+
+    def read(self, rows: Sequence[tuple[Any, slice]]) -> Tensor:
+        """Rows of tensors or variables; a vector of those that may be joined."""
+        found = backend.read_rows(rows)
+        return ops.reshape(found, (-1,)) if self.pieces[0].member.joins else found
 
     def rows(self, view: Any, part: str) -> list[tuple[Variable, slice]]:
         """Where the numbers of a view of the first member lie: in which variables, and rows."""
@@ -86,7 +111,19 @@ class Block:
             found.append((variable, slice(start, stop)))
         return found
 
-    def draws(self, view: Any) -> list[tuple[int, int, int]]:
+    def counters(self, keys: tuple[Tensor, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Of the random numbers that its views need, by the number of their `Draw`.
+
+        Args:
+            keys: of the seed and the step.
+        """
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for view in self.views:
+            if view.at_random and view.draw.number not in found:
+                found[view.draw.number] = counters_of(self._draws(view), keys)
+        return found
+
+    def _draws(self, view: Any) -> list[tuple[int, int, int]]:
         """The random numbers of each piece: their number, the first element and how many."""
         found = []
         for view_of_piece, piece in zip(self._peers(view), self.pieces, strict=True):
@@ -96,23 +133,23 @@ class Block:
         return found
 
     def _peers(self, view: Any) -> list[Any]:
-        first = self.pieces[0].member
-        places = {id(x): i for i, x in enumerate((first.view, *first.slots))}
+        places = {id(x): i for i, x in enumerate(self.views)}
         place = places[id(view)]
         return [(p.member.view, *p.member.slots)[place] for p in self.pieces]
 
 
-def blocks_of(members: Sequence[Member], limit: int) -> list[Block]:
+def blocks_of(members: Sequence[Member], limit: int, small: int) -> list[Block]:
     """Join small members of one kind, and take large ones part by part.
 
     Args:
         members: weights.
         limit: how many numbers a block has, about.
+        small: how many numbers a member has at most that is joined.
     """
     blocks: list[Block] = []
     open_pieces: dict[Any, list[Piece]] = {}
     for member in members:
-        if member.kind is None or member.size > limit:
+        if not member.joins or member.size > small:
             blocks += _parts_of(member, limit)
             continue
         pieces = open_pieces.setdefault(member.kind, [])

@@ -115,27 +115,36 @@ def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, number: int) -
     return backend.hash_bits(ops.bitwise_xor(hashed, other + outer))
 
 
-def random_bits_of(draws: Sequence[tuple[int, int, int]], keys: tuple[Tensor, Tensor]) -> Tensor:
-    """Parts of what `random_bits` draws, one after the other.
+def counters_of(
+    draws: Sequence[tuple[int, int, int]], keys: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """What `bits_from` makes parts of what `random_bits` draws from, one part after the other.
 
     Args:
-        draws: for each the number, the first element and how many.
+        draws: for each part the number, the first element and how many.
         keys: of the seed and the step.
 
     Returns:
-        int32[sum of elements].
+        Two of int32[]; of int32[sum of elements] if there are several parts.
     """
     key, other = keys
-    begun, outer = [], []
+    begun, outer, before = [], [], 0
     for number, first, count in draws:
         of_inner, of_outer = _of_number(number)
-        indices = ops.arange(count, dtype="int32")
-        begun.append(indices + ((key ^ of_inner) + _signed(first)))
+        begun.append((key ^ of_inner) + _signed(first - before))
         outer.append(other + of_outer)
+        before += count
     if len(draws) == 1:
-        return backend.hash_bits(ops.bitwise_xor(backend.hash_bits(begun[0]), outer[0]))
-    each = ops.repeat(ops.stack(outer), ops.convert_to_tensor([n for *_, n in draws], "int32"))
-    return backend.hash_bits(ops.bitwise_xor(backend.hash_bits(ops.concatenate(begun)), each))
+        return begun[0], outer[0]
+    counts = ops.convert_to_tensor([count for *_, count in draws], "int32")
+    return ops.repeat(ops.stack(begun), counts), ops.repeat(ops.stack(outer), counts)
+
+
+def bits_from(counters: tuple[Tensor, Tensor], number: int) -> Tensor:
+    """int32[number], random bits, from what `counters_of` has returned."""
+    begun, outer = counters
+    hashed = backend.hash_bits(ops.arange(number, dtype="int32") + begun)
+    return backend.hash_bits(ops.bitwise_xor(hashed, outer))
 
 
 def keys_of(seed: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:

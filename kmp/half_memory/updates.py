@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
+from keras import ops
 from keras.initializers import Constant
 
 from kmp._backend import backend
@@ -29,6 +31,7 @@ from kmp.half_memory.views import (
     MasterView,
     Rounding,
     SplitView,
+    Standing,
     one_update,
 )
 from kmp.precision.trees import HALF_DTYPES
@@ -117,7 +120,7 @@ class _ViewMaker:
 
     def __init__(self, memory: HalfMemory, rounding: Rounding):
         self.memory, self.stored = memory, Stored(rounding.seed)
-        self._rounding, self._numbers = rounding, itertools.count()
+        self.rounding, self._numbers = rounding, itertools.count()
         self._draws: dict[int, list[Draw]] = {}  # by the id of a weight: those that are left
         self.slots: dict[int, list[Any]] = {}  # by the id of a weight: what its update assigns
 
@@ -129,21 +132,23 @@ class _ViewMaker:
             left += [Draw(number, part) for part in range(3)]
         return left.pop(0)
 
-    def of(self, variable: Variable, weight: Variable) -> Any:
-        """The view of a weight or a slot; the variable itself if it is not in half precision."""
+    def of(self, inner: Any, variable: Variable, weight: Variable) -> Any:
+        """The view of a weight or a slot of an optimizer; the variable itself if it needs none."""
+        if variable.dtype == "float32" and _in_blocks(inner):  # a block may have a part of it
+            return Float32View(variable, self.rounding, Draw(0, 0))
         if variable.dtype not in HALF_DTYPES:
             return variable
-        return Float32View(variable, self._rounding, self._draw(weight))
+        return Float32View(variable, self.rounding, self._draw(weight))
 
     def of_weight(self, inner: Any, variable: Variable) -> Any:
         """The view of a weight that an optimizer updates."""
         if not self.memory.master_weights or variable.dtype not in HALF_DTYPES:
-            return self.of(variable, variable)
+            return self.of(inner, variable, variable)
         if variable.dtype == "bfloat16":
             is_short = self.memory.master_weights == 24
             name, dtype = (SHORT_REMAINDER, "int8") if is_short else (REMAINDER, "int16")
             rest = updates.add_slot(inner, variable, name, "zeros", dtype)
-            view: Any = SplitView(variable, rest, self._rounding, self._draw(variable))
+            view: Any = SplitView(variable, rest, self.rounding, self._draw(variable))
         else:
             # It begins at zero: a master that does not round to its variable is not read.
             rest = updates.add_slot(inner, variable, MASTER, "zeros", "float32")
@@ -151,9 +156,9 @@ class _ViewMaker:
         self.stored.weights[id(rest)] = view
         return view
 
-    def of_slot(self, slot: Variable, weight: Variable) -> Any:
+    def of_slot(self, inner: Any, slot: Variable, weight: Variable) -> Any:
         """The view of a slot."""
-        view = self.of(slot, weight)
+        view = self.of(inner, slot, weight)
         if view is not slot:
             self.stored.slots[id(slot)] = view
         return view
@@ -170,7 +175,7 @@ class _ViewMaker:
         scales = updates.add_slot(
             inner, weight, name + SCALES, Constant(first), "bfloat16", shape=shape
         )
-        view = CodedView(codes, scales, code, groups, self._rounding, self._draw(weight))
+        view = CodedView(codes, scales, code, groups, self.rounding, self._draw(weight))
         self.stored.slots[id(codes)] = view
         return view
 
@@ -226,9 +231,8 @@ def _build(inner: Any, views: _ViewMaker, variables: Sequence[Variable]) -> None
     updates.build_on_views(inner, variables, of_weights, make_slot)
     update = functools.partial(_update, inner, of_weights)
     updates.update_by(inner, of_weights, update)
-    size = backend.block_size()
-    if size and updates.is_parallel(inner):
-        in_blocks = _InBlocks(inner, of_weights, views.slots, update, size)
+    if _in_blocks(inner):
+        in_blocks = _InBlocks(inner, of_weights, views, update)
         updates.update_together_by(inner, in_blocks)
     if views.memory.master_weights:
         updates.finish_on_views(inner, of_weights)
@@ -260,7 +264,7 @@ def _uncoded_slot(
     if name in _SUMS and dtype in HALF_DTYPES:
         dtype = "float32"
     slot = updates.add_slot(inner, variable, name or "var", initializer, dtype)
-    return views.of_slot(slot, variable)
+    return views.of_slot(inner, slot, variable)
 
 
 def _update(
@@ -275,28 +279,32 @@ def _update(
         updates.update_one(inner, backend.dense(gradient), view, learning_rate)
 
 
+def _in_blocks(inner: Any) -> bool:
+    """Whether an optimizer updates weights in blocks."""
+    return backend.block_sizes() is not None and updates.is_parallel(inner)
+
+
 class _InBlocks:
     """Does the updates of all weights, of most of them in blocks; see `blocks.py`.
 
     Args:
         inner: an optimizer of Keras's, which computes each number by itself.
-        views: of its weights.
-        slots: of each weight, by its id: what its update assigns.
+        of_weights: the views of its weights.
+        views: has made them, and those of the slots.
         update: updates one weight.
-        size: how many numbers a block has, about.
     """
 
     def __init__(
         self,
         inner: Any,
-        views: Sequence[Any],
-        slots: Mapping[int, Sequence[Any]],
+        of_weights: Sequence[Any],
+        views: _ViewMaker,
         update: Callable[..., None],
-        size: int,
     ):
-        self._inner, self._update, self._size = inner, update, size
-        self._members = [self._member(view, slots) for view in views]
+        self._inner, self._update, self._rounding = inner, update, views.rounding
+        self._members = [self._member(view, views.slots) for view in of_weights]
         self._blocks: dict[tuple[int, ...], list[Block]] = {}
+        self._compiled: dict[Any, Callable[..., Sequence[Tensor]]] = {}  # by the kind of the blocks
 
     def __call__(
         self, gradients: Sequence[Tensor], variables: Sequence[Variable], learning_rate: Tensor
@@ -311,17 +319,60 @@ class _InBlocks:
             else:
                 given[id(member.view)] = gradient
                 members.append(member)
-        keys: list[tuple[Tensor, Tensor]] = []
+        keys = self._rounding.keys()
         for block in self._blocks_of(members):
-            with one_update(block, keys):
-                updates.decay_weights(self._inner, block.view)
-                gradient = block.gradient(given)
-                updates.update_one(self._inner, gradient, block.view, learning_rate)
+            self._update_block(block, given, ops.convert_to_tensor(learning_rate), keys)
+
+    def _update_block(
+        self,
+        block: Block,
+        gradients: Mapping[int, Tensor],
+        learning_rate: Tensor,
+        keys: tuple[Tensor, Tensor],
+    ) -> None:
+        parts = [block.rows(view, part) for view in block.views for part in view.PARTS]
+        numbers = [v.value for v in updates.own_numbers(self._inner)]
+        counters = [x for pair in block.counters(keys).values() for x in pair]
+        values = [block.read(each) for each in parts]
+        inputs = [block.gradient(gradients), learning_rate, *numbers, *counters, *values]
+        function = self._compiled.get(block.kind)
+        if function is None:
+            plain = functools.partial(self._compute, block)
+            function = backend.compiled_block(plain, inputs)
+            if function is None:
+                function = plain
+            else:
+                self._compiled[block.kind] = function
+        for part, value in zip(parts, function(*inputs), strict=True):
+            backend.write_rows(part, value)
+
+    def _compute(
+        self, block: Block, gradient: Tensor, learning_rate: Tensor, *tensors: Tensor
+    ) -> list[Tensor]:
+        """What the parts of the views of a block become: a function of tensors alone.
+
+        Args:
+            block: one of the kind of that which is updated.
+            gradient: float32.
+            learning_rate: float32[].
+            tensors: the optimizer's own numbers, the counters of the random ones, and the parts.
+        """
+        left = iter(tensors)
+        scope = keras.StatelessScope([(v, next(left)) for v in updates.own_numbers(self._inner)])
+        places = [(view, part) for view in block.views for part in view.PARTS]
+        drawn = dict.fromkeys(view.draw.number for view in block.views if view.at_random)
+        counters = {number: (next(left), next(left)) for number in drawn}
+        standing = Standing({(id(view), part): next(left) for view, part in places}, counters)
+        with scope, one_update(standing):
+            updates.decay_weights(self._inner, block.view)
+            updates.update_one(self._inner, gradient, block.view, learning_rate)
+        return [standing.values[id(view), part] for view, part in places]
 
     def _blocks_of(self, members: Sequence[Member]) -> list[Block]:
-        key = tuple(id(member) for member in members)
+        sizes = backend.block_sizes() or (0, 0)
+        key = (*sizes, *(id(member) for member in members))
         if key not in self._blocks:
-            self._blocks[key] = blocks_of(members, self._size)
+            self._blocks[key] = blocks_of(members, *sizes)
         return self._blocks[key]
 
     def _member(self, view: Any, slots: Mapping[int, Sequence[Any]]) -> Member | None:
@@ -329,13 +380,20 @@ class _InBlocks:
         if not isinstance(view, (Float32View, SplitView)) or isinstance(view, MasterView):
             return None
         of_weight = tuple(slots.get(id(view.variable), ()))
-        if not view.shape or not all(isinstance(each, Float32View) for each in of_weight):
+        if not math.prod(view.shape) or not view.shape:
+            return None
+        if not all(isinstance(each, Float32View) for each in of_weight):
             return None
         groups = [each.groups for each in of_weight if isinstance(each, CodedView)]
         rows = math.lcm(*(each.size for each in groups if each.axis == 0))
-        kinds = [(type(each), each.variable.dtype, each.draw.part) for each in (view, *of_weight)]
-        decays = updates.decays(self._inner, view)
-        return Member(view, of_weight, rows, None if groups else (decays, *kinds))
+        kind = updates.decays(self._inner, view), *map(_kind_of, (view, *of_weight))
+        return Member(view, of_weight, rows, not groups, kind)
+
+
+def _kind_of(view: Any) -> Any:
+    """What is the same for views that read and write alike."""
+    coded = (view.code, view.groups) if isinstance(view, CodedView) else ()
+    return (type(view), *(v.dtype for v in view.parts()), view.draw.part, *coded)
 
 
 def exact_weights(stored: Stored | None) -> dict[int, Tensor]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,14 +11,13 @@ from keras import ops
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
-from kmp.half_memory.blocks import Block
 from kmp.half_memory.codes import Code, Groups, decode, encode, scales_of
 from kmp.half_memory.rounding import (
     Draw,
+    bits_from,
     keys_of,
     part_of,
     random_bits,
-    random_bits_of,
     round_to_24_bits,
     stochastic_round,
 )
@@ -29,18 +29,29 @@ _NEAREST = 2**7  # in place of random bits: half a unit of 24 bits
 
 
 @dataclasses.dataclass
+class Standing:
+    """Tensors that views read and write in place of their variables.
+
+    Attributes:
+        values: by the id of a view and the name of a part of it.
+        counters: of random numbers, by the numbers of `Draw`; see `rounding.counters_of`.
+    """
+
+    values: dict[tuple[int, str], Tensor]
+    counters: dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclasses.dataclass
 class _Update:
     """What waits for the end of an update.
 
     Attributes:
+        standing: what is in the place of variables; None: nothing.
         held: by the id of a view: the view, and the value that will be written.
         bits: random numbers that were drawn for one of the views, and are there for the others.
-        block: what is updated; None: one weight, whole.
-        keys: of the random numbers of this step, once a block has asked for them.
     """
 
-    block: Block | None
-    keys: list[tuple[Tensor, Tensor]]
+    standing: Standing | None
     held: dict[int, tuple[Any, Tensor]] = dataclasses.field(default_factory=dict)
     bits: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
 
@@ -85,6 +96,10 @@ class Rounding:
             return ops.cast(value, dtype)
         return stochastic_round(value, self.bits(value, view))
 
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Of the random numbers of this step."""
+        return keys_of(ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step))
+
     def bits(self, value: Tensor, view: Any) -> Tensor:
         """int32 in the shape of a value, random in the lower 16 bits."""
         update, key = _update(), (id(self.seed), view.draw.number)
@@ -96,12 +111,11 @@ class Rounding:
         return part_of(bits, view.draw.part)
 
     def _bits(self, value: Tensor, view: Any, update: _Update | None) -> Tensor:
+        if update is not None and update.standing is not None:
+            counters = update.standing.counters[view.draw.number]
+            return ops.reshape(bits_from(counters, math.prod(value.shape)), value.shape)
         seed, step = ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step)
-        if update is None or update.block is None:
-            return random_bits(tuple(value.shape), seed, step, view.draw.number)
-        if not update.keys:
-            update.keys.append(keys_of(seed, step))
-        return ops.reshape(random_bits_of(update.block.draws(view), update.keys[0]), value.shape)
+        return random_bits(tuple(value.shape), seed, step, view.draw.number)
 
 
 _BaseView: Any = backend.BaseView  # a type checker takes no attribute for a base
@@ -117,7 +131,12 @@ class Float32View(_BaseView):
         variable: the variable.
         rounding: how to round.
         draw: its random numbers.
+
+    Attributes:
+        PARTS: the names of the variables that hold it.
     """
+
+    PARTS: tuple[str, ...] = ("variable",)
 
     def __init__(self, variable: Variable, rounding: Rounding, draw: Draw):
         self.variable, self._rounding, self.draw = variable, rounding, draw
@@ -147,9 +166,14 @@ class Float32View(_BaseView):
             update.held[id(self)] = (self, value)
         return value
 
+    @property
+    def at_random(self) -> bool:
+        """Whether it is rounded at random."""
+        return self._rounding.mode == "stochastic" and self.variable.dtype == "bfloat16"
+
     def parts(self) -> list[Variable]:
         """The variables that hold it."""
-        return [self.variable]
+        return [getattr(self, name) for name in self.PARTS]
 
     def read(self) -> Tensor:
         """float32, the variable's value."""
@@ -160,18 +184,18 @@ class Float32View(_BaseView):
         self._set("variable", self._rounding(value, self.variable.dtype, self))
 
     def _get(self, part: str) -> Tensor:
-        """The value of one of the variables; of a block, if one is updated."""
+        """The value of one of the variables, or what stands in its place."""
         update = _update()
-        if update is None or update.block is None:
+        if update is None or update.standing is None:
             return ops.convert_to_tensor(getattr(self, part))
-        return backend.read_rows(update.block.rows(self, part))
+        return update.standing.values[id(self), part]
 
     def _set(self, part: str, value: Tensor) -> None:
         update = _update()
-        if update is None or update.block is None:
+        if update is None or update.standing is None:
             getattr(self, part).assign(value)
         else:
-            backend.write_rows(update.block.rows(self, part), value)
+            update.standing.values[id(self), part] = value
 
     def restore(self, value: Tensor) -> None:
         """Write a float32 value that was read elsewhere: rounded to nearest, at no step."""
@@ -189,13 +213,16 @@ class SplitView(Float32View):
         draw: its random numbers.
     """
 
+    PARTS = ("variable", "remainder")
+
     def __init__(self, variable: Variable, remainder: Variable, rounding: Rounding, draw: Draw):
         super().__init__(variable, rounding, draw)
         self.remainder = remainder
 
-    def parts(self) -> list[Variable]:
-        """The variables that hold it."""
-        return [self.variable, self.remainder]
+    @property
+    def at_random(self) -> bool:
+        """Whether it is rounded at random."""
+        return self._rounding.mode == "stochastic" and self.remainder.dtype == "int8"
 
     def read(self) -> Tensor:
         """float32, what both parts are."""
@@ -203,8 +230,8 @@ class SplitView(Float32View):
 
     def write(self, value: Tensor) -> None:
         """Assign both parts."""
-        at_random = self.remainder.dtype == "int8" and self._rounding.mode == "stochastic"
-        self._assign(value, self._rounding.bits(value, self) if at_random else self._nearest(value))
+        bits = self._rounding.bits(value, self) if self.at_random else self._nearest(value)
+        self._assign(value, bits)
 
     def restore(self, value: Tensor) -> None:
         """Assign both parts of a float32 value that was read elsewhere, at no step."""
@@ -233,6 +260,8 @@ class CodedView(Float32View):
         draw: its random numbers.
     """
 
+    PARTS = ("variable", "scales")
+
     def __init__(
         self,
         variable: Variable,
@@ -243,15 +272,16 @@ class CodedView(Float32View):
         draw: Draw,
     ):
         super().__init__(variable, rounding, draw)
-        self.scales, self._code, self.groups = scales, code, groups
+        self.scales, self.code, self.groups = scales, code, groups
 
-    def parts(self) -> list[Variable]:
-        """The variables that hold it."""
-        return [self.variable, self.scales]
+    @property
+    def at_random(self) -> bool:
+        """Whether it is rounded at random."""
+        return True
 
     def read(self) -> Tensor:
         """float32, what the codes stand for."""
-        return decode(self._get("variable"), self._get("scales"), self._code, self.groups)
+        return decode(self._get("variable"), self._get("scales"), self.code, self.groups)
 
     def write(self, value: Tensor) -> None:
         """Encode a value, at random."""
@@ -268,7 +298,7 @@ class CodedView(Float32View):
 
     def _assign(self, value: Tensor, largest: Tensor, uniform: Any) -> None:
         scales = scales_of(largest)
-        self._set("variable", encode(value, scales, self._code, self.groups, uniform))
+        self._set("variable", encode(value, scales, self.code, self.groups, uniform))
         self._set("scales", scales)
 
 
@@ -302,18 +332,15 @@ class MasterView(Float32View):
 
 
 @contextlib.contextmanager
-def one_update(
-    block: Block | None = None, keys: list[tuple[Tensor, Tensor]] | None = None
-) -> Iterator[None]:
+def one_update(standing: Standing | None = None) -> Iterator[None]:
     """Within, views keep what they are assigned in float32; at the end they round and write it.
 
     If an exception is raised, nothing is written.
 
     Args:
-        block: what the views of its first member read and write; None: all of their variables.
-        keys: an empty list that the blocks of one step share: the first of them fills it.
+        standing: what the views read and write in place of their variables.
     """
-    outer, _of_thread.update = _update(), _Update(block, [] if keys is None else keys)
+    outer, _of_thread.update = _update(), _Update(standing)
     try:
         yield
         _of_thread.update.write()

@@ -1,5 +1,8 @@
 """Updates in blocks, on PyTorch: bit for bit those of each weight by itself."""
 
+import functools
+import shutil
+
 import keras
 import ml_dtypes
 import numpy as np
@@ -9,7 +12,7 @@ from oracle import Run, few
 
 import kmp
 from kmp._backend import backend
-from kmp.half_memory.rounding import keys_of, random_bits, random_bits_of
+from kmp.half_memory.rounding import bits_from, counters_of, keys_of, random_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -44,12 +47,28 @@ MEMORY = [
     {"master_weights": 24, "slot_dtype": "int8"},
     {"slot_dtype": "float32"},
 ]
+# Of weights in float32.
+FULL = [{"slot_dtype": "bfloat16"}, {"slot_dtype": "int8"}]
+CASES = [(each, "bfloat16") for each in MEMORY] + [(each, "float32") for each in FULL]
 
 
-def state_after(optimizer, memory):
+def noted_compilations(monkeypatch):
+    """A list that gets the inputs of each block that is compiled."""
+    compiled, noted = type(backend).compiled_block, []
+
+    def note(self, function, inputs):
+        program = compiled(self, function, inputs)
+        noted.extend([] if program is None else [inputs])
+        return program
+
+    monkeypatch.setattr(type(backend), "compiled_block", note)
+    return noted
+
+
+def state_after(optimizer, memory, dtype="bfloat16"):
     random = np.random.default_rng(0)
     variables = [
-        keras.Variable(random.normal(size=s).astype(ml_dtypes.bfloat16), dtype="bfloat16", name=n)
+        keras.Variable(random.normal(size=s).astype(ml_dtypes.bfloat16), dtype=dtype, name=n)
         for n, s in SHAPES.items()
     ]
     if optimizer.weight_decay:
@@ -61,21 +80,68 @@ def state_after(optimizer, memory):
 
 
 @pytest.mark.only("torch")
-@pytest.mark.parametrize("memory", few(MEMORY, {}, MEMORY[4]), ids=str)
+@pytest.mark.parametrize("case", few(CASES, CASES[0], CASES[4], CASES[7]), ids=str)
 @pytest.mark.parametrize("name", few(OPTIMIZERS, "adamw", "nadam"))
-def test_the_numbers_are_those_of_each_weight_by_itself(name, memory, monkeypatch):
-    monkeypatch.setattr(backend, "block_size", lambda: None)
-    alone = state_after(OPTIMIZERS[name](), memory)
-    monkeypatch.setattr(backend, "block_size", lambda: 1000)
-    in_blocks = state_after(OPTIMIZERS[name](), memory)
+def test_the_numbers_are_those_of_each_weight_by_itself(name, case, monkeypatch):
+    monkeypatch.setattr(backend, "block_sizes", lambda: None)
+    alone = state_after(OPTIMIZERS[name](), *case)
+    monkeypatch.setattr(backend, "block_sizes", lambda: (1000, 1000))
+    in_blocks = state_after(OPTIMIZERS[name](), *case)
     for (path, a), b in zip(in_blocks.items(), alone.values(), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=path)
 
 
 @pytest.mark.only("torch")
+@pytest.mark.parametrize("case", few(CASES, CASES[0], CASES[4], CASES[7]), ids=str)
+@pytest.mark.parametrize("name", few(OPTIMIZERS, "adamw", "nadam"))
+def test_the_numbers_are_those_of_compiled_blocks(name, case, monkeypatch):
+    """Of the graphs that are compiled, run operation by operation."""
+    import torch
+
+    from kmp._backend import torch as ours
+
+    monkeypatch.setattr(backend, "block_sizes", lambda: (1000, 1000))
+    plain = state_after(OPTIMIZERS[name](), *case)
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
+    kinds = noted_compilations(monkeypatch)
+    token = ours._compiles.set(True)
+    try:
+        compiled = state_after(OPTIMIZERS[name](), *case)
+    finally:
+        ours._compiles.reset(token)
+    assert kinds or name == "lamb"
+    for (path, a), b in zip(compiled.items(), plain.values(), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=path)
+
+
+@pytest.mark.only("torch")
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here, which torch.compile needs")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own functions
+def test_a_compiled_model_updates_weights_of_any_length_by_one_program(monkeypatch):
+    compiled = noted_compilations(monkeypatch)
+
+    def weights_of(jit_compile):
+        keras.utils.set_random_seed(0)
+        sizes = (160, 144, 136)  # too large to be joined, each another length
+        hidden = [keras.layers.Dense(n, "tanh", dtype="bfloat16") for n in sizes]
+        model = keras.Sequential([keras.Input((128,)), *hidden])
+        model.compile(kmp.scaled("adam", "none"), "mse", jit_compile=jit_compile)
+        x = np.random.default_rng(0).normal(size=(64, 128)).astype("float32")
+        model.fit(x, np.tile(x, 2)[:, : sizes[-1]], batch_size=32, shuffle=False, verbose=0)
+        return [ops.convert_to_numpy(ops.cast(v, "float32")) for v in model.trainable_variables]
+
+    plain, programs = weights_of(False), weights_of(True)
+    assert [inputs[0].ndim for inputs in compiled] == [1, 1]  # kernels; biases, joined
+    for a, b in zip(programs, plain, strict=True):
+        # Adam's first steps are 0.001 each; the compiled model rounds its gradients elsewhere.
+        np.testing.assert_allclose(a, b, rtol=2.0**-6, atol=3e-3)
+
+
+@pytest.mark.only("torch")
 def test_a_block_has_no_more_than_it_should(monkeypatch):
     """Large weights are taken in parts, which groups are not cut by, and small ones together."""
-    monkeypatch.setattr(backend, "block_size", lambda: 1000)
+    monkeypatch.setattr(backend, "block_sizes", lambda: (1000, 1000))
     seen = []
     read = type(backend).read_rows
 
@@ -95,8 +161,9 @@ def test_parts_of_random_numbers_are_those_of_the_whole():
     seed, step = ops.convert_to_tensor(3), ops.convert_to_tensor(5)
     whole = [ops.convert_to_numpy(random_bits((6, 4), seed, step, n)).ravel() for n in (1, 7)]
     draws = [(1, 8, 12), (7, 0, 24), (7, 20, 4)]
-    found = ops.convert_to_numpy(random_bits_of(draws, keys_of(seed, step)))
+    keys = keys_of(seed, step)
+    found = ops.convert_to_numpy(bits_from(counters_of(draws, keys), 40))
     expected = [whole[0][8:20], whole[1], whole[1][20:]]
     np.testing.assert_array_equal(found, np.concatenate(expected))
-    alone = ops.convert_to_numpy(random_bits_of(draws[:1], keys_of(seed, step)))
+    alone = ops.convert_to_numpy(bits_from(counters_of(draws[:1], keys), 12))
     np.testing.assert_array_equal(alone, expected[0])

@@ -1,5 +1,6 @@
 """The PyTorch side of `kmp._backend`."""
 
+import contextvars
 import functools
 import itertools
 import math
@@ -10,6 +11,7 @@ import keras
 import numpy as np
 import torch
 from keras import ops
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from kmp._backend.base import (
@@ -33,6 +35,11 @@ from kmp._backend.types import (
     TwoLists,
     Variable,
 )
+
+# Whether blocks of updates are compiled, as in a model that `torch.compile` compiles, and whether
+# one is being traced.
+_compiles = contextvars.ContextVar("kmp_compiles_blocks", default=False)
+_traces = contextvars.ContextVar("kmp_traces_block", default=False)
 
 
 class TorchBackend(Backend):
@@ -153,7 +160,8 @@ class TorchBackend(Backend):
         if torch.compiler.is_compiling() and any(
             v.dtype in ("float16", "bfloat16") for v in (*variables, *inner.variables)
         ):
-            # Half precision is updated through views, which take minutes to compile.
+            # Half precision is updated through views, which Dynamo takes minutes to read. Each kind
+            # of block is compiled instead.
             _uncompiled(step, replica, gradients, variables)
         else:
             step(replica, gradients, variables)
@@ -188,10 +196,43 @@ class TorchBackend(Backend):
         # Copies, because torch assigns in place.
         return [v.value.detach().clone() for v in variables]
 
-    def block_size(self) -> int | None:
+    def block_sizes(self) -> tuple[int, int] | None:
         # On a CPU what stays in its cache; on a GPU what keeps it busy while the next operation is
-        # called.
-        return 2**18 if self.platform() == "cpu" else 2**22
+        # called. A compiled update is one call, which writes nothing in between; to join weights
+        # for it is to copy them.
+        if _compiles.get():
+            return 2**22, 2**14
+        size = 2**18 if self.platform() == "cpu" else 2**22
+        return size, size
+
+    def compiled_block(
+        self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+    ) -> Callable[..., Sequence[Tensor]] | None:
+        if not _compiles.get():
+            return None
+        number = 0
+
+        def in_place(*inputs: Tensor) -> None:
+            nonlocal number
+            found = function(*inputs)
+            number = len(found)
+            for x, value in zip(inputs[-number:], found, strict=True):
+                x.copy_(value)
+
+        # Not of the parameters that the inputs are rows of, whose shapes would be in the graph.
+        alike = [x.new_empty(x.shape) for x in inputs]
+        token = _traces.set(True)
+        try:
+            graph = make_fx(in_place, tracing_mode="symbolic")(*alike)
+        finally:
+            _traces.reset(token)
+        program = torch.compile(graph, dynamic=True)
+
+        def run(*inputs: Tensor) -> Sequence[Tensor]:
+            program(*[x.contiguous() for x in inputs])  # as it was traced
+            return inputs[-number:]
+
+        return run
 
     def are_in_place(self, variables: Sequence[Variable]) -> bool:
         # In a stateless scope a variable has another value than its own. Of a DTensor, rows lie
@@ -207,6 +248,8 @@ class TorchBackend(Backend):
 
     def write_rows(self, parts: Sequence[tuple[Variable, slice]], value: Tensor) -> None:
         written = [v.value.detach()[rows] for v, rows in parts]
+        if written[0].data_ptr() == value.data_ptr():  # a program has written it
+            return
         values = value.detach().reshape(-1).split([x.numel() for x in written])
         torch._foreach_copy_([x.view(-1) for x in written], values)
 
@@ -275,6 +318,8 @@ class TorchBackend(Backend):
     def hash_bits(self, x: Tensor) -> Tensor:
         # In place after the first operations: on a CPU, new memory takes longer than the
         # arithmetic.
+        if _traces.get():
+            return super().hash_bits(x)
         shifted = x >> 16
         shifted &= 0xFFFF
         x = x.bitwise_xor(shifted)
@@ -287,6 +332,8 @@ class TorchBackend(Backend):
 
     def add_noise(self, x: Tensor, bits: Tensor, mask: int, end: float) -> Tensor:
         # In place, as above. On a CPU the extremes take a tenth of the time of a select.
+        if _traces.get():
+            return super().add_noise(x, bits, mask, end)
         noise = bits & mask
         if is_dtensor(x):
             return (noise * (x.abs() < end) + x.view(torch.int32)) & ~mask
@@ -390,7 +437,11 @@ def _with_other_processes() -> bool:
 
 @torch.compiler.disable
 def _uncompiled(step: Callable[..., None], *args: Any) -> None:
-    step(*args)
+    token = _compiles.set(True)
+    try:
+        step(*args)
+    finally:
+        _compiles.reset(token)
 
 
 class _CustomGradient(torch.autograd.Function):
