@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
+from keras import Variable as KerasVariable
 from keras import ops
 from keras.optimizers import Optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -241,7 +241,7 @@ def own_numbers(optimizer: Any) -> list[Variable]:
 
     Private: Nadam has its product of momenta as an attribute, and not among its variables.
     """
-    attributes = [v for v in vars(optimizer).values() if isinstance(v, keras.Variable)]
+    attributes = [v for v in vars(optimizer).values() if isinstance(v, KerasVariable)]
     found = {id(v): v for v in (*optimizer.variables, *attributes)}.values()
     return [v for v in found if not v.shape]
 

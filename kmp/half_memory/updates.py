@@ -12,8 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import keras
-from keras import ops
+from keras import StatelessScope, ops
 from keras.initializers import Constant
 
 from kmp._backend import backend
@@ -358,7 +357,7 @@ class _InBlocks:
             tensors: the optimizer's own numbers, the counters of the random ones, and the parts.
         """
         left = iter(tensors)
-        scope = keras.StatelessScope([(v, next(left)) for v in updates.own_numbers(self._inner)])
+        scope = StatelessScope([(v, next(left)) for v in updates.own_numbers(self._inner)])
         places = [(view, part) for view in block.views for part in view.PARTS]
         drawn = dict.fromkeys(view.draw.number for view in block.views if view.at_random)
         counters = {number: (next(left), next(left)) for number in drawn}
