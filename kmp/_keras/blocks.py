@@ -1,5 +1,6 @@
 """What of a model is computed again: its blocks, or segments of its graph."""
 
+import functools
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -9,7 +10,7 @@ from keras.layers import InputLayer
 
 from kmp._keras import forget_functions, layers_of, parts_of, path_of
 from kmp._keras.cutting import best_cut
-from kmp._keras.recompute import call_plainly, is_recomputed, recompute_calls
+from kmp._keras.recompute import call_again
 from kmp._keras.segments import (
     Segment,
     graph_in,
@@ -188,3 +189,35 @@ def chosen_by(filter_fn: Callable[[Layer, str], bool], layer: Layer) -> list[Lay
 
 def _each_once(layers: list[Layer]) -> list[Layer]:
     return list({id(layer): layer for layer in layers}.values())
+
+
+def is_recomputed(layer: Any) -> bool:
+    """Whether the calls of a layer are computed again for the gradient."""
+    return hasattr(vars(layer).get("call"), "plain_call")
+
+
+def recompute_calls(layer: Any, backend: Any, policy: Any = None) -> None:
+    """Let the calls of a built layer be computed again for the gradient.
+
+    Args:
+        layer: a layer. Nothing of it changes but the attribute `call`.
+        backend: the `Backend`.
+        policy: what of it is kept all the same, as `Backend.recompute` takes it.
+    """
+    plain_call = layer.call
+
+    @backend.untraced
+    @functools.wraps(plain_call)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        inside = layers_of(layer)
+        return call_again(path_of(layer), plain_call, args, kwargs, inside, backend, policy)
+
+    call.plain_call, call.policy = plain_call, policy
+    vars(layer)["call"] = call  # `setattr` would have Keras look for layers and variables in it
+
+
+def call_plainly(layer: Any) -> None:
+    """Undo `recompute_calls`."""
+    plain_call = vars(layer).pop("call").plain_call
+    if getattr(plain_call, "__func__", None) is not type(layer).call:
+        vars(layer)["call"] = plain_call  # the user had put it there

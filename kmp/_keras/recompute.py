@@ -8,7 +8,6 @@ it assigns, and what it adds to the losses, is held back and done once, after th
 import contextlib
 import contextvars
 import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -18,7 +17,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-from kmp._keras import layers_of, path_of, without_autocast
+from kmp._keras import without_autocast
 from kmp._keras.buffers import kept_buffers
 
 Tensor: TypeAlias = Any
@@ -53,31 +52,6 @@ def calling_plainly(through: Callable[..., Tree] = _call) -> Iterator[None]:
         _plainly.reset(token)
 
 
-def is_recomputed(layer: Any) -> bool:
-    """Whether the calls of a layer are computed again for the gradient."""
-    return hasattr(vars(layer).get("call"), "plain_call")
-
-
-def recompute_calls(layer: Any, backend: Any, policy: Any = None) -> None:
-    """Let the calls of a built layer be computed again for the gradient.
-
-    Args:
-        layer: a layer. Nothing of it changes but the attribute `call`.
-        backend: the `Backend`.
-        policy: what of it is kept all the same, as `Backend.recompute` takes it.
-    """
-    plain_call = layer.call
-
-    @backend.untraced
-    @functools.wraps(plain_call)
-    def call(*args: Any, **kwargs: Any) -> Tree:
-        inside = layers_of(layer)
-        return call_again(path_of(layer), plain_call, args, kwargs, inside, backend, policy)
-
-    call.plain_call, call.policy = plain_call, policy
-    vars(layer)["call"] = call  # `setattr` would have Keras look for layers and variables in it
-
-
 def call_again(
     path: str,
     function: Callable[..., Tree],
@@ -104,13 +78,6 @@ def call_again(
         return through(path, tensors + masks, lambda: function(*args, **kwargs))
     pure = _PureCall(layers, function, (len(tensors), len(masks)), fill, backend)
     return pure.finish(*backend.recompute(pure, tensors + masks, pure.read_weights, policy))
-
-
-def call_plainly(layer: Any) -> None:
-    """Undo `recompute_calls`."""
-    plain_call = vars(layer).pop("call").plain_call
-    if getattr(plain_call, "__func__", None) is not type(layer).call:
-        vars(layer)["call"] = plain_call  # the user had put it there
 
 
 class _PureCall:

@@ -10,8 +10,7 @@ import pytest
 import kmp
 from kmp._backend import backend
 from kmp._backend.types import PlannedProgram
-from kmp._keras.blocks import policy_in, recomputed_in
-from kmp._keras.recompute import is_recomputed
+from kmp._keras.blocks import is_recomputed, policy_in, recomputed_in
 from kmp._keras.segments import Segment
 from kmp._keras.training import build_for_training, notes_placements
 

@@ -8,7 +8,7 @@ from recomputed_models import build_model, data
 
 import kmp
 from kmp._keras import layers_of
-from kmp._keras.recompute import is_recomputed
+from kmp._keras.blocks import is_recomputed
 
 flat = pytest.mark.any_backend
 
