@@ -52,6 +52,8 @@ if keras.backend.backend() == "torch":
         "model_parallel": lambda: model_parallel(axes, (2, 1)),
         "model_parallel_across_hosts": lambda: model_parallel(axes, (1, 2)),
     }
+# Where all processes need the same data, and Keras gives each a part of a dataset all the same.
+SAME_DATA = {"model_parallel_across_hosts"} if keras.backend.backend() == "jax" else set()
 
 
 def main(directory):
@@ -69,6 +71,8 @@ def main(directory):
         os.chdir(home)
         keras.distribution.set_distribution(distribution())
         found = run(ALL if "across" in name else own_rows, home.parent / "shared_logs")
+        if name not in SAME_DATA:
+            found["sharded"] = sharded()
         pathlib.Path("results.json").write_text(json.dumps(found))
         keras.utils.clear_session()
     if keras.backend.backend() == "torch":
@@ -101,6 +105,22 @@ def watched(rows, log_dir):
     ]
     found = fit(model, rows, poisoned(5, {1: OVERFLOW, 2: np.inf}), callbacks)
     assert_distributed(model)
+    return {**found, **state(model)}
+
+
+def sharded():
+    """The same faults in a dataset of all rows, of which Keras gives each process its part."""
+    import tensorflow as tf
+
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        distribution.auto_shard_dataset = True
+    x, y = own(ALL, poisoned(5, {1: OVERFLOW, 2: np.inf}))
+    model = make_model()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    found = watched_fit(model, [kmp.callbacks.GradientHealth(update_freq=1)], x=data)
+    if distribution is not None:
+        distribution.auto_shard_dataset = False
     return {**found, **state(model)}
 
 
@@ -255,18 +275,16 @@ def own(rows, data):
 
 
 def fit(model, rows, data, callbacks=()):
-    """The history, and kmp's warnings."""
+    """The history of what a process holds of the data, and kmp's warnings."""
     x, y = own(rows, data)
+    return watched_fit(model, callbacks, x=x, y=y, batch_size=len(x) // len(data[0]))
+
+
+def watched_fit(model, callbacks, **data):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        history = model.fit(
-            x,
-            y,
-            batch_size=len(x) // len(data[0]),
-            shuffle=False,
-            callbacks=[kmp.callbacks.TerminateOnNaN(), *callbacks],
-            verbose=0,
-        ).history
+        callbacks = [kmp.callbacks.TerminateOnNaN(), *callbacks]
+        history = model.fit(**data, shuffle=False, callbacks=callbacks, verbose=0).history
     said = [str(w.message) for w in caught if str(w.message).startswith("Step")]
     return {"warnings": said, **history}
 
