@@ -130,7 +130,7 @@ def update_by(optimizer: Any, views: Sequence[Any], update: Callable[..., None])
 def is_parallel(optimizer: Any) -> bool:
     """Whether it is one of Keras's that update all variables in place on PyTorch.
 
-    Those compute each number by itself.
+    Those compute each number by itself. Classes derived from them are not among them.
     """
     return hasattr(optimizer, "_parallel_update_step")
 
@@ -244,6 +244,20 @@ def own_numbers(optimizer: Any) -> list[Variable]:
     attributes = [v for v in vars(optimizer).values() if isinstance(v, KerasVariable)]
     found = {id(v): v for v in (*optimizer.variables, *attributes)}.values()
     return [v for v in found if not v.shape]
+
+
+@contextlib.contextmanager
+def at_learning_rate(optimizer: Any, learning_rate: Tensor) -> Iterator[None]:
+    """Within, an optimizer takes this for its learning rate, whatever its schedule would say.
+
+    Private: `_get_current_learning_rate`. A schedule may look at the iteration, which a function
+    that is being traced does not know.
+    """
+    vars(optimizer)["_get_current_learning_rate"] = lambda: learning_rate
+    try:
+        yield
+    finally:
+        del vars(optimizer)["_get_current_learning_rate"]
 
 
 def row_of(optimizer: Any, variable: Any) -> int:

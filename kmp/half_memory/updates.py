@@ -362,7 +362,8 @@ class _InBlocks:
         drawn = dict.fromkeys(view.draw.number for view in block.views if view.at_random)
         counters = {number: (next(left), next(left)) for number in drawn}
         standing = Standing({(id(view), part): next(left) for view, part in places}, counters)
-        with scope, one_update(standing):
+        at_rate = updates.at_learning_rate(self._inner, learning_rate)
+        with scope, at_rate, one_update(standing):
             updates.decay_weights(self._inner, block.view)
             updates.update_one(self._inner, gradient, block.view, learning_rate)
         return [standing.values[id(view), part] for view, part in places]

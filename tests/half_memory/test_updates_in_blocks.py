@@ -30,6 +30,10 @@ OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=3.0),
+    "schedule": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.CosineDecay(0.0, 3, warmup_target=0.01, warmup_steps=2),
+        weight_decay=3.0,
+    ),
     "adamax": lambda: keras.optimizers.Adamax(0.01),
     "nadam": lambda: keras.optimizers.Nadam(0.01),
     "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.9),
@@ -81,7 +85,7 @@ def state_after(optimizer, memory, dtype="bfloat16"):
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("case", few(CASES, CASES[0], CASES[4], CASES[7]), ids=str)
-@pytest.mark.parametrize("name", few(OPTIMIZERS, "adamw", "nadam"))
+@pytest.mark.parametrize("name", few(OPTIMIZERS, "adamw", "nadam", "schedule"))
 def test_the_numbers_are_those_of_each_weight_by_itself(name, case, monkeypatch):
     monkeypatch.setattr(backend, "block_sizes", lambda: None)
     alone = state_after(OPTIMIZERS[name](), *case)
@@ -93,7 +97,7 @@ def test_the_numbers_are_those_of_each_weight_by_itself(name, case, monkeypatch)
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("case", few(CASES, CASES[0], CASES[4], CASES[7]), ids=str)
-@pytest.mark.parametrize("name", few(OPTIMIZERS, "adamw", "nadam"))
+@pytest.mark.parametrize("name", few(OPTIMIZERS, "adamw", "nadam", "schedule"))
 def test_the_numbers_are_those_of_compiled_blocks(name, case, monkeypatch):
     """Of the graphs that are compiled, run operation by operation."""
     import torch
