@@ -251,7 +251,8 @@ PRIVATE = {
         _accumulated_gradients _all_reduce_sum_gradients _apply_weight_decay
         _backend_apply_gradients _backend_increment_gradient_accumulators
         _backend_reset_gradient_accumulators _backend_update_step _clip_gradients
-        _get_variable_index _iterations _learning_rate _model_variables_moving_average
+        _get_current_learning_rate _get_variable_index _iterations _learning_rate
+        _model_variables_moving_average
         _overwrite_model_variables_with_average_value _trainable_variables_indices
         _update_model_variables_moving_average _var_key _variables
         BaseOptimizer KerasVariable _exclude_from_weight_decay _layout _parallel_update_step
