@@ -330,7 +330,7 @@ class _InBlocks:
         keys: tuple[Tensor, Tensor],
     ) -> None:
         parts = [block.rows(view, part) for view in block.views for part in view.PARTS]
-        numbers = [v.value for v in updates.own_numbers(self._inner)]
+        numbers = [v.value for v in self._own_numbers]
         counters = [x for pair in block.counters(keys).values() for x in pair]
         values = [block.read(each) for each in parts]
         inputs = [block.gradient(gradients), learning_rate, *numbers, *counters, *values]
@@ -357,7 +357,7 @@ class _InBlocks:
             tensors: the optimizer's own numbers, the counters of the random ones, and the parts.
         """
         left = iter(tensors)
-        scope = StatelessScope([(v, next(left)) for v in updates.own_numbers(self._inner)])
+        scope = StatelessScope([(v, next(left)) for v in self._own_numbers])
         places = [(view, part) for view in block.views for part in view.PARTS]
         drawn = dict.fromkeys(view.draw.number for view in block.views if view.at_random)
         counters = {number: (next(left), next(left)) for number in drawn}
@@ -367,6 +367,10 @@ class _InBlocks:
             updates.decay_weights(self._inner, block.view)
             updates.update_one(self._inner, gradient, block.view, learning_rate)
         return [standing.values[id(view), part] for view, part in places]
+
+    @functools.cached_property
+    def _own_numbers(self) -> list[Variable]:
+        return updates.own_numbers(self._inner)  # once it is built
 
     def _blocks_of(self, members: Sequence[Member]) -> list[Block]:
         sizes = backend.block_sizes() or (0, 0)
