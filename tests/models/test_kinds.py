@@ -20,6 +20,9 @@ TOLERANCE = {"mixed_bfloat16": 20 * 2.0**-8, "mixed_float16": 20 * 2.0**-11}
 # Its own constants overflow in float16, with a warning.
 NOT_IN_FLOAT16 = {"spectral_normalization"}
 
+# It rescales its kernel and writes it back, which half precision would round.
+KEPT_BODIES = {"spectral_normalization": ["SpectralNormalization"]}
+
 
 def arrays(outputs):
     if isinstance(outputs, dict):
@@ -60,7 +63,9 @@ def convert_and_train(kind, policy):
 
     half = kmp.Policy(policy).compute_dtype
     bodies = [x for x in layers_of(model) if x.name == "body"]
-    assert bodies and all(x.compute_dtype == half for each in bodies for x in layers_of(each))
+    parts = [x for each in bodies for x in layers_of(each)]
+    kept = [type(x).__name__ for x in parts if x.compute_dtype != half]
+    assert parts and kept == KEPT_BODIES.get(kind, [])
     assert {x.compute_dtype for x in layers_of(model) if x.name == "head"} == {"float32"}
     raw = [x for x in layers_of(model) if x.name == "raw"]
     assert all(x.compute_dtype == "float32" for x in raw)
