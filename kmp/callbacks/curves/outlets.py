@@ -14,9 +14,9 @@ from kmp._backend import backend
 from kmp.callbacks.curves.charts import DESCRIPTIONS
 from kmp.callbacks.curves.dashboard import Dashboard, settings_of
 from kmp.callbacks.curves.heat_map import History
-from kmp.callbacks.learning_rates import learning_rates
 from kmp.callbacks.verdict.states import Grade, Verdict
 from kmp.health.report import GradientReport
+from kmp.scaling.inner import learning_rates
 from kmp.summaries import SummaryWriter
 
 ALWAYS = ("loss_scale", "skipped_steps", "grad_norm", "verdict")

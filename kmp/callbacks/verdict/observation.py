@@ -17,11 +17,11 @@ from kmp._keras import layers_of, own_weights, path_of
 from kmp._keras.buffers import buffers_of
 from kmp._keras.optimizer import inner_optimizer_of
 from kmp._keras.training import state_of
-from kmp.callbacks.learning_rates import highest_rate, weight_decay
 from kmp.callbacks.loss_tracker import RECENT, read_losses
 from kmp.callbacks.verdict.states import Limits
 from kmp.health.report import GradientReport, OverflowEvent, SpikeEvent
 from kmp.precision.trees import is_float
+from kmp.scaling.inner import highest_rate, weight_decay
 from kmp.scaling.restored import slots_by_path
 from kmp.scaling.rules import DynamicLossScale, dynamic
 
