@@ -214,6 +214,15 @@ class Backend(abc.ABC):
         pairs = enumerate(columns)
         return tuple(ops.max(x, axes, initial=0) if i == 1 else ops.sum(x, axes) for i, x in pairs)
 
+    def maxima(self, tensors: Sequence[Tensor], axis: int) -> Sequence[Tensor]:
+        """Reduce each tensor by its maximum, in one reduction under XLA.
+
+        Args:
+            tensors: float32 of one shape, without negative numbers and NaN.
+            axis: the axis to reduce over.
+        """
+        return [ops.max(x, axis) for x in tensors]
+
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Sum a tensor over the replicas of a strategy."""
         # On JAX one program spans the devices. On torch Keras refuses synchronized statistics.

@@ -69,12 +69,16 @@ class Groups:
         """The shape of the scales of a slot of this shape."""
         return tuple(n // self.size if i == self.axis else n for i, n in enumerate(shape))
 
-    def largest(self, x: Tensor) -> Tensor:
-        """The largest magnitude of each group, in the shape of the scales."""
+    def magnitudes(self, x: Tensor) -> Tensor:
+        """The magnitudes of a slot, those of each group along an axis of their own after `axis`."""
         n = x.shape[self.axis]
         grouped = (*x.shape[: self.axis], n // self.size, self.size, *x.shape[self.axis + 1 :])
         magnitudes = ops.where(ops.isfinite(x), ops.abs(x), float("inf"))  # a maximum may lose NaN
-        return ops.max(ops.reshape(magnitudes, grouped), self.axis + 1)
+        return ops.reshape(magnitudes, grouped)
+
+    def largest(self, *slots: Tensor) -> list[Tensor]:
+        """The largest magnitude of each group of slots of one shape, in the shape of the scales."""
+        return list(backend.maxima([self.magnitudes(x) for x in slots], self.axis + 1))
 
     def spread(self, scales: Tensor) -> Tensor:
         """Each scale for all of its group, in the shape of the slot."""

@@ -109,7 +109,12 @@ def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, number: int) -
     Source: Salmon et al. 2011, *Parallel Random Numbers: As Easy as 1, 2, 3* (counters in place of
     a state); the hash is the finalizer of Appleby's MurmurHash3, applied twice.
     """
-    key, other = keys_of(seed, step)
+    return bits_of(shape, keys_of(seed, step), number)
+
+
+def bits_of(shape: Sequence[int], keys: tuple[Tensor, Tensor], number: int) -> Tensor:
+    """What `random_bits` draws for a seed and a step that have these keys."""
+    key, other = keys
     inner, outer = _of_number(number)
     hashed = backend.hash_bits(_indices(shape) + (key ^ inner))
     return backend.hash_bits(ops.bitwise_xor(hashed, other + outer))

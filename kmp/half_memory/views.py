@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras import ops
@@ -15,9 +16,9 @@ from kmp.half_memory.codes import Code, Groups, decode, encode, scales_of
 from kmp.half_memory.rounding import (
     Draw,
     bits_from,
+    bits_of,
     keys_of,
     part_of,
-    random_bits,
     round_to_24_bits,
     stochastic_round,
 )
@@ -49,23 +50,39 @@ class _Update:
         standing: what is in the place of variables; None: nothing.
         held: by the id of a view: the view, and the value that will be written.
         bits: random numbers that were drawn for one of the views, and are there for the others.
+        keys: what these are drawn by; None: those of the seed and the step.
     """
 
     standing: Standing | None
     held: dict[int, tuple[Any, Tensor]] = dataclasses.field(default_factory=dict)
     bits: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
+    keys: tuple[Tensor, Tensor] | None = None
 
     def write(self) -> None:
         """Round what is held, and write it."""
         coded = [(view, value) for view, value in self.held.values() if isinstance(view, CodedView)]
-        # All that the scales are made of before any code. Else XLA computes the codes of one slot
-        # in the kernel that reduces the next one, where a GPU takes its time for them.
-        largest = backend.together([view.groups.largest(value) for view, value in coded])
+        largest = self._largest(coded) if coded else []
         for view, value in self.held.values():
             if not isinstance(view, CodedView):
                 view.write(value)
         for (view, value), each in zip(coded, largest, strict=True):
             view.encode(value, each)
+
+    def _largest(self, coded: Sequence[tuple["CodedView", Tensor]]) -> list[Tensor]:
+        """What the scales of slots are made of, all of it before anything is rounded at random.
+
+        Else XLA draws the random numbers in the kernel that reduces, where a GPU takes its time for
+        them, and writes them to memory for the kernel that encodes.
+        """
+        view, _ = coded[0]  # the slots of a weight are grouped alike
+        largest = view.groups.largest(*(value for _, value in coded))
+        if self.standing is None:
+            *largest, key, other = backend.together([*largest, *view.rounding.keys()])
+            self.keys = key, other
+        # A group that is not finite in one slot is so in all, for which XLA writes their scales in
+        # one kernel.
+        finite = functools.reduce(ops.logical_and, map(ops.isfinite, largest))
+        return [ops.where(finite, x, float("inf")) for x in largest]
 
 
 _of_thread = threading.local()  # several may trace at once
@@ -114,8 +131,8 @@ class Rounding:
         if update is not None and update.standing is not None:
             counters = update.standing.counters[view.draw.number]
             return ops.reshape(bits_from(counters, math.prod(value.shape)), value.shape)
-        seed, step = ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step)
-        return random_bits(tuple(value.shape), seed, step, view.draw.number)
+        keys = update.keys if update and update.keys else self.keys()
+        return bits_of(tuple(value.shape), keys, view.draw.number)
 
 
 _BaseView: Any = backend.BaseView  # a type checker takes no attribute for a base
@@ -139,7 +156,7 @@ class Float32View(_BaseView):
     PARTS: tuple[str, ...] = ("variable",)
 
     def __init__(self, variable: Variable, rounding: Rounding, draw: Draw):
-        self.variable, self._rounding, self.draw = variable, rounding, draw
+        self.variable, self.rounding, self.draw = variable, rounding, draw
         self._dtype, self._autocast = "float32", False
 
     def __getattr__(self, name: str) -> Any:
@@ -169,7 +186,7 @@ class Float32View(_BaseView):
     @property
     def at_random(self) -> bool:
         """Whether it is rounded at random."""
-        return self._rounding.mode == "stochastic" and self.variable.dtype == "bfloat16"
+        return self.rounding.mode == "stochastic" and self.variable.dtype == "bfloat16"
 
     def parts(self) -> list[Variable]:
         """The variables that hold it."""
@@ -181,7 +198,7 @@ class Float32View(_BaseView):
 
     def write(self, value: Tensor) -> None:
         """Round a float32 value into the variable."""
-        self._set("variable", self._rounding(value, self.variable.dtype, self))
+        self._set("variable", self.rounding(value, self.variable.dtype, self))
 
     def _get(self, part: str) -> Tensor:
         """The value of one of the variables, or what stands in its place."""
@@ -222,7 +239,7 @@ class SplitView(Float32View):
     @property
     def at_random(self) -> bool:
         """Whether it is rounded at random."""
-        return self._rounding.mode == "stochastic" and self.remainder.dtype == "int8"
+        return self.rounding.mode == "stochastic" and self.remainder.dtype == "int8"
 
     def read(self) -> Tensor:
         """float32, what both parts are."""
@@ -230,7 +247,7 @@ class SplitView(Float32View):
 
     def write(self, value: Tensor) -> None:
         """Assign both parts."""
-        bits = self._rounding.bits(value, self) if self.at_random else self._nearest(value)
+        bits = self.rounding.bits(value, self) if self.at_random else self._nearest(value)
         self._assign(value, bits)
 
     def restore(self, value: Tensor) -> None:
@@ -285,16 +302,17 @@ class CodedView(Float32View):
 
     def write(self, value: Tensor) -> None:
         """Encode a value, at random."""
-        self.encode(value, self.groups.largest(value))
+        self.encode(value, *self.groups.largest(value))
 
     def encode(self, value: Tensor, largest: Tensor) -> None:
         """Encode a value, at random, whose groups have these largest magnitudes."""
-        bits = self._rounding.bits(value, self)
+        bits = self.rounding.bits(value, self)
         self._assign(value, largest, (ops.cast(bits & _LOWER, "float32") + 0.5) * 2.0**-16)
 
     def restore(self, value: Tensor) -> None:
         """Encode a float32 value that was read elsewhere: to nearest, at no step."""
-        self._assign(value, self.groups.largest(value), 0.5)
+        (largest,) = self.groups.largest(value)
+        self._assign(value, largest, 0.5)
 
     def _assign(self, value: Tensor, largest: Tensor, uniform: Any) -> None:
         scales = scales_of(largest)

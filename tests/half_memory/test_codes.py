@@ -4,9 +4,10 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from oracle import few
+from oracle import BACKEND, few
 
 import kmp
+from kmp._backend import backend
 from kmp.half_memory.codes import (
     NON_NEGATIVE,
     SIGNED,
@@ -17,6 +18,7 @@ from kmp.half_memory.codes import (
     scales_of,
 )
 from kmp.half_memory.rounding import random_bits
+from kmp.half_memory.views import one_update
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +32,7 @@ def uniform(shape, step=0):
 
 
 def encoded(x, code, groups, u):
-    scales = scales_of(groups.largest(x))
+    scales = scales_of(*groups.largest(x))
     return encode(x, scales, code, groups, u), ops.cast(scales, "bfloat16")
 
 
@@ -232,6 +234,55 @@ def test_classes_of_users_declare_their_own():
     assert of(Undeclared(momentum=0.9))["momentum"].dtype == "bfloat16"
     with pytest.raises(ValueError, match=r"slots_of_8_bits\['momentum'\].*signed"):
         of(type("Wrong", (Own,), {"slots_of_8_bits": {"momentum": "int8"}})(momentum=0.9))
+
+
+# What XLA makes kernels of
+
+
+def test_maxima_of_several_tensors():
+    x = np.abs(np.random.default_rng(0).normal(size=(2, 4, 8, 3))).astype("float32")
+    x[0, 0, 0, 0], x[1, 1, :, 1] = np.inf, 0
+    found = backend.maxima([ops.convert_to_tensor(each) for each in x], 1)
+    np.testing.assert_array_equal([ops.convert_to_numpy(each) for each in found], x.max(2))
+
+
+def test_a_group_that_is_not_finite_in_one_slot_is_so_in_all():
+    variable = keras.Variable(np.ones((64, 64)), dtype="float32", name="kernel")
+    scaled = kmp.scaled("adam", "none", slot_dtype="int8")
+    scaled.build([variable])
+    first, second = scaled.stored.slots.values()
+    value = np.ones((64, 64), "float32")
+    value[40, 5] = np.inf
+    with one_update():
+        first.assign(ops.convert_to_tensor(value))
+        second.assign(ops.ones((64, 64)))
+    expected = np.zeros((64, 64), bool)
+    expected[32:, 5] = True
+    for view in (first, second):
+        np.testing.assert_array_equal(np.isnan(ops.convert_to_numpy(view.read())), expected)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="reads JAX's program")
+@pytest.mark.parametrize("policy", ["float32", "bfloat16"])
+def test_one_reduction_finds_all_scales_and_random_numbers_come_after_it(policy):
+    import jax
+
+    variable = keras.Variable(np.ones((64, 64)), dtype=policy, name="kernel")
+    scaled = kmp.scaled("adam", "none", slot_dtype="int8")
+    scaled.build([variable])
+    own = [v.value for v in scaled.variables]
+    program = jax.make_jaxpr(scaled.stateless_apply)(own, [variable.value], [variable.value])
+    of_two = [each for each in program.eqns if each.primitive.name == "reduce"]
+    assert [len(each.outvars) for each in of_two if each.outvars[0].aval.shape] == [2]
+    (barrier,) = [
+        each
+        for each in program.eqns
+        if each.primitive.name == "optimization_barrier" and len(each.invars) == 4
+    ]
+    *largest, key, other = barrier.outvars
+    assert [x.aval.shape for x in largest] == [(2, 64)] * 2
+    used = [x for each in program.eqns for x in each.invars]
+    assert all(any(x is y for y in used) for x in (*largest, key, other))
 
 
 def test_nearest_is_refused_with_the_reason():

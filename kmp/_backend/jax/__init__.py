@@ -110,6 +110,12 @@ class JaxBackend(Backend):
             x if x.dtype == c.dtype else jax.lax.bitcast_convert_type(x, c.dtype) for x, c in pairs
         )
 
+    def maxima(self, tensors: Sequence[Tensor], axis: int) -> Sequence[Tensor]:
+        bits = tuple(_bits(x) for x in tensors)  # as above
+        zeros = (np.int32(0),) * len(bits)
+        found = jax.lax.reduce(bits, zeros, lambda x, y: tuple(map(jnp.maximum, x, y)), (axis,))
+        return [jax.lax.bitcast_convert_type(x, "float32") for x in found]
+
     def read_numbers(
         self, measured: Sequence[Tensor], others: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
