@@ -8,6 +8,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Number
 from typing import Any
 
 from keras import Variable as KerasVariable
@@ -154,6 +155,15 @@ def update_together_by(optimizer: Any, update: Callable[..., None]) -> None:
 def decays(optimizer: Any, variable: Any) -> bool:
     """`_use_weight_decay`: whether the weight decay of an optimizer concerns a variable."""
     return bool(optimizer.weight_decay is not None and optimizer._use_weight_decay(variable))
+
+
+def settings_of(optimizer: Any) -> tuple[tuple[str, Any], ...]:
+    """The numbers and names that an optimizer has as attributes, some of which its update reads.
+
+    A user may assign another weight decay or momentum at any time.
+    """
+    plain = str | Number | None
+    return tuple((name, x) for name, x in vars(optimizer).items() if isinstance(x, plain))
 
 
 def _owner(cls: type, name: str) -> Any:

@@ -41,6 +41,7 @@ _SUMS = ("gradient_accumulator", "average")
 # What a weight in half precision leaves over of the float32 that its updates add up to.
 REMAINDER, SHORT_REMAINDER, MASTER = "remainder", "short_remainder", "master"
 MASTER_WEIGHTS = (False, True, 24)
+_MOST_SETTINGS = 8  # that one optimizer's updates are compiled for, as in `torch.compile`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +304,8 @@ class _InBlocks:
         self._inner, self._update, self._rounding = inner, update, views.rounding
         self._members = [self._member(view, views.slots) for view in of_weights]
         self._blocks: dict[tuple[int, ...], list[Block]] = {}
-        self._compiled: dict[Any, Callable[..., Sequence[Tensor]]] = {}  # by the kind of the blocks
+        # By the optimizer's settings, and the kind of the blocks.
+        self._compiled: dict[Any, dict[Any, Callable[..., Sequence[Tensor]]]] = {}
 
     def __call__(
         self, gradients: Sequence[Tensor], variables: Sequence[Variable], learning_rate: Tensor
@@ -318,9 +320,10 @@ class _InBlocks:
             else:
                 given[id(member.view)] = gradient
                 members.append(member)
-        keys = self._rounding.keys()
+        keys, settings = self._rounding.keys(), updates.settings_of(self._inner)
         for block in self._blocks_of(members):
-            self._update_block(block, given, ops.convert_to_tensor(learning_rate), keys)
+            rate = ops.convert_to_tensor(learning_rate)
+            self._update_block(block, given, rate, keys, settings)
 
     def _update_block(
         self,
@@ -328,22 +331,34 @@ class _InBlocks:
         gradients: Mapping[int, Tensor],
         learning_rate: Tensor,
         keys: tuple[Tensor, Tensor],
+        settings: Any,
     ) -> None:
         parts = [block.rows(view, part) for view in block.views for part in view.PARTS]
         numbers = [v.value for v in self._own_numbers]
         counters = [x for pair in block.counters(keys).values() for x in pair]
         values = [block.read(each) for each in parts]
         inputs = [block.gradient(gradients), learning_rate, *numbers, *counters, *values]
-        function = self._compiled.get(block.kind)
-        if function is None:
-            plain = functools.partial(self._compute, block)
-            function = backend.compiled_block(plain, inputs)
-            if function is None:
-                function = plain
-            else:
-                self._compiled[block.kind] = function
+        function = self._function_of(block, inputs, settings)
         for part, value in zip(parts, function(*inputs), strict=True):
             backend.write_rows(part, value)
+
+    def _function_of(
+        self, block: Block, inputs: Sequence[Tensor], settings: Any
+    ) -> Callable[..., Sequence[Tensor]]:
+        """What updates a block: a program, where there are any, in which the settings are fixed."""
+        plain = functools.partial(self._compute, block)
+        programs = self._compiled.get(settings)
+        if programs is None:
+            if len(self._compiled) == _MOST_SETTINGS:
+                return plain
+            programs = {}
+        if block.kind not in programs:
+            program = backend.compiled_block(plain, inputs)
+            if program is None:
+                return plain
+            programs[block.kind] = program
+            self._compiled[settings] = programs
+        return programs[block.kind]
 
     def _compute(
         self, block: Block, gradient: Tensor, learning_rate: Tensor, *tensors: Tensor

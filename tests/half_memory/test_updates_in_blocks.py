@@ -1,5 +1,6 @@
 """Updates in blocks, on PyTorch: bit for bit those of each weight by itself."""
 
+import contextlib
 import functools
 import shutil
 
@@ -69,7 +70,23 @@ def noted_compilations(monkeypatch):
     return noted
 
 
-def state_after(optimizer, memory, dtype="bfloat16"):
+@contextlib.contextmanager
+def compiling(monkeypatch):
+    """Within, blocks are traced as in a compiled model, and run operation by operation."""
+    import torch
+
+    from kmp._backend import torch as ours
+
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
+    token = ours._compiles.set(True)
+    try:
+        yield
+    finally:
+        ours._compiles.reset(token)
+
+
+def state_after(optimizer, memory, dtype="bfloat16", settings=({},)):
+    """Of the optimizer, after some steps, each of which begins with the next settings."""
     random = np.random.default_rng(0)
     variables = [
         keras.Variable(random.normal(size=s).astype(ml_dtypes.bfloat16), dtype=dtype, name=n)
@@ -78,7 +95,9 @@ def state_after(optimizer, memory, dtype="bfloat16"):
     if optimizer.weight_decay:
         optimizer.exclude_from_weight_decay(var_names=["bias", "gamma"])
     run = Run(kmp.scaled(optimizer, "none", **memory), "eager", variables)
-    for _ in range(STEPS):
+    for step in range(max(STEPS, len(settings))):
+        for name, value in (settings[step] if step < len(settings) else {}).items():
+            setattr(optimizer, name, value)
         run.step([random.normal(size=shape).astype("float32") for shape in SHAPES.values()])
     return run.state()
 
@@ -100,21 +119,34 @@ def test_the_numbers_are_those_of_each_weight_by_itself(name, case, monkeypatch)
 @pytest.mark.parametrize("name", few(OPTIMIZERS, "adamw", "nadam", "schedule"))
 def test_the_numbers_are_those_of_compiled_blocks(name, case, monkeypatch):
     """Of the graphs that are compiled, run operation by operation."""
-    import torch
-
-    from kmp._backend import torch as ours
-
     monkeypatch.setattr(backend, "block_sizes", lambda: (1000, 1000))
     plain = state_after(OPTIMIZERS[name](), *case)
-    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
     kinds = noted_compilations(monkeypatch)
-    token = ours._compiles.set(True)
-    try:
+    with compiling(monkeypatch):
         compiled = state_after(OPTIMIZERS[name](), *case)
-    finally:
-        ours._compiles.reset(token)
     assert kinds or name == "lamb"
     for (path, a), b in zip(compiled.items(), plain.values(), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=path)
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize("setting", ["weight_decay", "momentum", "nesterov"])
+def test_a_setting_that_is_assigned_between_steps_is_that_of_the_next_one(setting, monkeypatch):
+    """However often it is: of more settings than programs are made for, too."""
+    values = [True] * STEPS if setting == "nesterov" else [i / 10 for i in range(11)]
+    settings = [{}, *({setting: value} for value in values)]
+
+    def optimizer():
+        return keras.optimizers.SGD(0.1, momentum=0.5, weight_decay=0.1)
+
+    monkeypatch.setattr(backend, "block_sizes", lambda: (1000, 1000))
+    plain = state_after(optimizer(), {}, settings=settings)
+    compiled = noted_compilations(monkeypatch)
+    with compiling(monkeypatch):
+        found = state_after(optimizer(), {}, settings=settings)
+    kinds = {len(inputs[0]) for inputs in compiled}
+    assert len(compiled) == len(kinds) * (2 if setting == "nesterov" else 8)
+    for (path, a), b in zip(found.items(), plain.values(), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=path)
 
 
