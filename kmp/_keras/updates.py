@@ -153,8 +153,8 @@ def update_together_by(optimizer: Any, update: Callable[..., None]) -> None:
 
 
 def decays(optimizer: Any, variable: Any) -> bool:
-    """`_use_weight_decay`: whether the weight decay of an optimizer concerns a variable."""
-    return bool(optimizer.weight_decay is not None and optimizer._use_weight_decay(variable))
+    """`_use_weight_decay`: whether weight decay concerns a variable, now or once there is any."""
+    return bool(optimizer._use_weight_decay(variable))
 
 
 def settings_of(optimizer: Any) -> tuple[tuple[str, Any], ...]:

@@ -151,6 +151,19 @@ def test_a_setting_that_is_assigned_between_steps_is_that_of_the_next_one(settin
 
 
 @pytest.mark.only("torch")
+def test_weight_decay_that_comes_later_spares_what_is_excluded(monkeypatch):
+    """Though all of one kind were joined while there was none."""
+    found = []
+    for sizes in (None, (1000, 1000)):
+        monkeypatch.setattr(backend, "block_sizes", lambda sizes=sizes: sizes)
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        found.append(state_after(optimizer, {}, settings=[{}, {"weight_decay": 3.0}]))
+    for (path, a), b in zip(found[0].items(), found[1].values(), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=path)
+
+
+@pytest.mark.only("torch")
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here, which torch.compile needs")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own functions
