@@ -92,9 +92,8 @@ class Block:
 
     def gradient(self, gradients: Mapping[int, Tensor]) -> Tensor:
         """float32, from the gradients of the weights, by the ids of their views."""
-        return self.read(
-            [(gradients[id(p.member.view)], slice(p.start, p.stop)) for p in self.pieces]
-        )
+        rows = [(gradients[id(p.member.view)], slice(p.start, p.stop)) for p in self.pieces]
+        return ops.cast(self.read(rows), "float32")
 
     def read(self, rows: Sequence[tuple[Any, slice]]) -> Tensor:
         """Rows of tensors or variables; a vector of those that may be joined."""

@@ -322,7 +322,7 @@ class _InBlocks:
                 members.append(member)
         keys, settings = self._rounding.keys(), updates.settings_of(self._inner)
         for block in self._blocks_of(members):
-            rate = ops.convert_to_tensor(learning_rate)
+            rate = ops.cast(learning_rate, "float32")
             self._update_block(block, given, rate, keys, settings)
 
     def _update_block(

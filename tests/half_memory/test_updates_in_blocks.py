@@ -151,6 +151,28 @@ def test_a_setting_that_is_assigned_between_steps_is_that_of_the_next_one(settin
 
 
 @pytest.mark.only("torch")
+def test_a_program_takes_gradients_and_rates_of_other_dtypes(monkeypatch):
+    """A loop of the user's own may have a float32 gradient first, and half ones after it."""
+    rates = [np.float32(0.01), np.float64(0.02), 1]
+
+    def state(dtypes):
+        variable = keras.Variable(np.linspace(-1, 1, 4096, dtype="float32").reshape(64, 64))
+        inner = keras.optimizers.AdamW(lambda: rates[len(done)], weight_decay=0.1)
+        done, optimizer = [], kmp.scaled(inner, "none", slot_dtype="int8")
+        for dtype in dtypes:
+            optimizer.apply([ops.cast(ops.sin(variable * 7), dtype)], [variable])
+            done.append(dtype)
+        return [ops.convert_to_numpy(ops.cast(v, "float32")) for v in (variable, *inner.variables)]
+
+    dtypes = ["float32", "bfloat16", "float64"]
+    plain = state(dtypes)
+    with compiling(monkeypatch):
+        compiled = state(dtypes)
+    for a, b in zip(compiled, plain, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.only("torch")
 def test_weight_decay_that_comes_later_spares_what_is_excluded(monkeypatch):
     """Though all of one kind were joined while there was none."""
     found = []
