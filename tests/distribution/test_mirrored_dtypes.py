@@ -39,6 +39,24 @@ def test_fit_with_a_head_in_float32(policy):
         np.testing.assert_array_equal(found, expected)
 
 
+def test_fit_with_a_table_in_bfloat16():
+    """Its gradients are slices, which TensorFlow gathers from the replicas, but not in bfloat16."""
+    keras.config.set_dtype_policy("bfloat16")
+    x = np.array([[0], [1], [1], [2], [2], [3], [0], [1]])
+
+    def table_after_fit(scope):
+        with scope:
+            table = keras.layers.Embedding(8, 4, "ones")
+            model = keras.Sequential([keras.Input((1,), dtype="int32"), table])
+            model.compile(kmp.scaled("sgd", 8.0, learning_rate=1.0), "mse", jit_compile=False)
+        model.fit(x, x[:, :, None] - np.zeros((1, 1, 4)), batch_size=8, verbose=0)
+        return ops.convert_to_numpy(ops.cast(table.embeddings, "float32"))
+
+    alone = table_after_fit(contextlib.nullcontext())
+    assert alone[:4, 0].tolist() == [0.875, 1.0, 1.125, 1.125]  # by 2/32 for each unit of error
+    np.testing.assert_array_equal(table_after_fit(mirrored(2).scope()), alone)
+
+
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("merge", [True, False], ids=["merge", "no_merge"])
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])

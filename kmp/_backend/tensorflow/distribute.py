@@ -159,7 +159,7 @@ def restore_unless(applied: Tensor, variables: list[Variable], old: list[Tensor]
 def _all_reduced(gradients: list[Gradient]) -> list[Gradient]:
     """The sums over the replicas: one all-reduce for each dtype, which TensorFlow does not mix."""
     replica = tf.distribute.get_replica_context()
-    present = {i: g for i, g in enumerate(gradients) if g is not None}
+    present = {i: _gatherable(g) for i, g in enumerate(gradients) if g is not None}
     sums: dict[int, Gradient] = {}
     for dtype in dict.fromkeys(g.dtype for g in present.values()):  # in one order on all replicas
         places = [i for i, g in present.items() if g.dtype == dtype]
@@ -167,6 +167,14 @@ def _all_reduced(gradients: list[Gradient]) -> list[Gradient]:
         reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, alike)
         sums |= dict(zip(places, reduced, strict=True))
     return [sums.get(i) for i in range(len(gradients))]
+
+
+def _gatherable(gradient: Gradient) -> Gradient:
+    """Slices in float32 in the place of those in bfloat16, which TensorFlow does not gather."""
+    if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype != "bfloat16":
+        return gradient
+    values = tf.cast(gradient.values, "float32")
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def _update(
