@@ -102,15 +102,23 @@ def load(optimizer: Any, stored: Layout, store: Mapping[str, Any]) -> None:
     inner = optimizer.inner_optimizer
     arrays = [to_numpy(store[str(i)]) for i in range(len(stored.slots))]
     for place, target in zip(stored.numbers, numbers_of(inner, optimizer.stored), strict=True):
-        if stored.has_scales(place):
-            number = decoded(*map(ops.convert_to_tensor, arrays[place : place + 2]))
-        else:
-            number = ops.convert_to_tensor(arrays[place])
-        if isinstance(target, Float32View):
-            target.restore(ops.cast(number, "float32"))
-        else:
-            target.assign(ops.cast(number, target.dtype))
+        parts = arrays[place : place + 1 + stored.has_scales(place)]
+        _load_number([ops.convert_to_tensor(x) for x in parts], target)
     _load_weights(optimizer, stored, arrays)
+
+
+def _load_number(parts: Sequence[Tensor], target: Any) -> None:
+    """Assign what a file has of a slot, its values or codes and scales, to a variable or a view."""
+    held = target.parts() if isinstance(target, Float32View) else [target]
+    if len(parts) > 1 and [tuple(x.shape) for x in parts] == [tuple(v.shape) for v in held]:
+        for variable, part in zip(held, parts, strict=True):  # encoded anew, they would be others
+            variable.assign(ops.cast(part, variable.dtype))
+        return
+    number = decoded(*parts) if len(parts) > 1 else parts[0]
+    if isinstance(target, Float32View):
+        target.restore(ops.cast(number, "float32"))
+    else:
+        target.assign(ops.cast(number, target.dtype))
 
 
 def _load_weights(optimizer: Any, stored: Layout, arrays: Sequence[np.ndarray]) -> None:
