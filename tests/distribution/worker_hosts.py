@@ -82,10 +82,11 @@ def main(directory):
 
 def run(rows, log_dir):
     """Everything that is done in `fit`, with the `rows` of each batch that this process holds."""
-    of_torch = {"coded": coded, "unwatched": unwatched}
+    of_torch = {"unwatched": unwatched}
     found = of_torch if keras.backend.backend() == "torch" else {}
     return {
         **{name: function(rows) for name, function in found.items()},
+        "coded": coded(rows),
         "watched": watched(rows, log_dir),
         "stopped": stopped(rows),
         "rolled_back": rolled_back(rows),
