@@ -1,6 +1,7 @@
 """What kmp adds to a sharded step on many devices: collectives, bytes and temporary memory.
 
     python benchmarks/sharded_counts.py                                16 chips, 20.8 million
+    python benchmarks/sharded_counts.py --half-memory                  the same, other dtypes
     python benchmarks/sharded_counts.py --large --topology 16x16       256 chips, 7 billion
     python benchmarks/sharded_counts.py --large --target h100 --topology 2x4
 
@@ -10,9 +11,11 @@ over the model axis without. Needs JAX and the extra `tpu` or `h100` (one enviro
 """
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from unittest import mock
 
 from compiled_counts import H100, VARIANTS  # isort: skip  (first: it sets the environment)
@@ -25,8 +28,27 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import kmp
+
 AXES = ("data", "model")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+
+# A policy, and arguments about memory.
+HALF_MEMORY = {
+    "bfloat16": ("bfloat16", {}),
+    "remainders": ("bfloat16", {"master_weights": True}),
+    "remainders, int8 slots": ("bfloat16", {"master_weights": True, "slot_dtype": "int8"}),
+    "24 bits, int8 slots": ("bfloat16", {"master_weights": 24, "slot_dtype": "int8"}),
+    "float32, int8 slots": ("mixed_bfloat16", {"slot_dtype": "int8"}),
+}
+
+
+def chosen(arguments) -> tuple[str, Callable]:
+    """The policy of a variant, and what makes its optimizer of Keras's."""
+    if not arguments.half_memory:
+        return arguments.policy, VARIANTS[arguments.variant]
+    policy, memory = HALF_MEMORY[arguments.variant]
+    return policy, functools.partial(kmp.LossScaleOptimizer, measure_gradients=False, **memory)
 
 
 def distribution(mesh: Mesh, both: bool):
@@ -65,10 +87,11 @@ def count(arguments) -> dict:
     mesh = Mesh(np.array(found.devices).reshape(rows, columns), AXES)
     parallel = distribution(mesh, arguments.large)
     keras.distribution.set_distribution(parallel)
-    keras.config.set_dtype_policy(arguments.policy)
+    policy, wrap = chosen(arguments)
+    keras.config.set_dtype_policy(policy)
     sizes = (arguments.blocks, 4096, 32, 32_000, 2048) if arguments.large else (4, 512, 8, 8000, 64)
     with mock.patch.object(jax, "device_put", lambda value, layout: value):  # there is no device
-        model, optimizer = fits.build(*sizes, wrap=VARIANTS[arguments.variant])
+        model, optimizer = fits.build(*sizes, wrap=wrap)
     layouts = {}
     for v in model.trainable_variables:
         layout = parallel.get_variable_layout(v)
@@ -107,13 +130,13 @@ def count(arguments) -> dict:
 
 def table(title: str, found: dict[str, dict]) -> str:
     """A row for each variant: number and MB of each collective."""
-    lines = [title, f"{'':14}" + "".join(f"{name:>22}" for name in COLLECTIVES)]
+    lines = [title, f"{'':24}" + "".join(f"{name:>22}" for name in COLLECTIVES)]
     lines[1] += f"{'conditionals':>14}{'temporary MB':>14}{'arguments MB':>14}"
     for variant, row in found.items():
         sizes = {name: row[f"{name} bytes"] / 1e6 for name in COLLECTIVES}
         cells = "".join(f"{f'{row[x]} ({size:.2f} MB)':>22}" for x, size in sizes.items())
         lines.append(
-            f"{variant:14}{cells}{row['conditionals']:>14}{row['temporary'] / 1e6:>14.1f}"
+            f"{variant:24}{cells}{row['conditionals']:>14}{row['temporary'] / 1e6:>14.1f}"
             f"{row['arguments'] / 1e6:>14.1f}"
         )
     return "\n".join(lines)
@@ -127,20 +150,27 @@ def main() -> None:
     parser.add_argument("--policy", default="mixed_bfloat16")
     parser.add_argument("--large", action="store_true", help="width 4096, words 32,000")
     parser.add_argument("--blocks", type=int, default=32, help="of the large model")
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--half-memory", action="store_true", help="weights and slots in fewer bits"
+    )
+    choices = [*VARIANTS, *HALF_MEMORY]
+    parser.add_argument("--variant", choices=choices, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.variant:
         print(json.dumps(count(arguments)))
         return
     found = {}
-    for variant in VARIANTS:  # a process each: the compiler keeps what it has allocated
+    for variant in (
+        HALF_MEMORY if arguments.half_memory else VARIANTS
+    ):  # a process each: the compiler keeps what it has allocated
         print(variant, file=sys.stderr)
         command = [sys.executable, *sys.argv, "--variant", variant]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found[variant] = json.loads(done.stdout.splitlines()[-1])
-    millions = found["plain"]["parameters"] / 1e6
+    millions = next(iter(found.values()))["parameters"] / 1e6
+    policies = "half the memory" if arguments.half_memory else arguments.policy
     device = {"h100": "NVIDIA H100", "tpu": "TPU v5e"}[arguments.target]
-    title = f"{millions:.1f} million parameters, {arguments.policy}, Adam: {device}, "
+    title = f"{millions:.1f} million parameters, {policies}, Adam: {device}, "
     print(table(f"{title}{arguments.topology} of them (data x model), not run", found))
 
 
