@@ -169,6 +169,29 @@ def test_the_tools_leave_each_replica_its_statistics(tool):
     assert [part.numpy().tolist() for part in parts] == [[0.0] * 4, [1.0] * 4]
 
 
+def test_keras_still_has_statistics_for_each_replica_and_saves_one(tmp_path):
+    strategy = mirrored(2)
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+
+    def build():
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
+            model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    def statistics(model):
+        values = strategy.experimental_local_results(model.layers[0].moving_mean.value)
+        return [x.numpy() for x in values]
+
+    model, loaded = build(), build()
+    model.fit(x, x, batch_size=16, verbose=0)
+    first, second = statistics(model)
+    assert (first != second).all()
+    model.save_weights(tmp_path / "model.weights.h5")
+    loaded.load_weights(tmp_path / "model.weights.h5")
+    np.testing.assert_array_equal(statistics(loaded), [first, first])
+
+
 @pytest.mark.filterwarnings("ignore:LearningRateFinder suggests nothing")
 def test_a_sweep_and_a_rollback_put_back_what_replicas_hold():
     with mirrored(2).scope():
