@@ -2,6 +2,7 @@
 
     make compiled-counts                    all of them, in environments of their own
     python benchmarks/compiled_counts.py --target tpu --model mlp
+    python benchmarks/compiled_counts.py --target h100 --policy bfloat16 --half-memory
 
 XLA's compilers for both run ahead of time on a machine that has neither: nothing is executed, and
 the counts repeat exactly. Needs JAX and the extra `tpu` or `h100` (one environment each). A row is
@@ -9,10 +10,12 @@ the extra over plain Adam on the same model, except the first.
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -82,7 +85,25 @@ VARIANTS = {
     "kmp, health, spikes": lambda inner: kmp.LossScaleOptimizer(inner, spikes="skip"),
     "kmp, watched": _watched,
 }
+# A policy, and arguments about memory.
+HALF_MEMORY = {
+    "bfloat16": ("bfloat16", {}),
+    "remainders": ("bfloat16", {"master_weights": True}),
+    "int8 slots": ("bfloat16", {"slot_dtype": "int8"}),
+    "remainders, int8 slots": ("bfloat16", {"master_weights": True, "slot_dtype": "int8"}),
+    "24 bits, int8 slots": ("bfloat16", {"master_weights": 24, "slot_dtype": "int8"}),
+    "float32, int8 slots": ("mixed_bfloat16", {"slot_dtype": "int8"}),
+}
 DEFAULT_MODELS = ("large_mlp", "large_transformer", "resnet50")
+
+
+def chosen(variant: str, policy: str) -> tuple[str, Callable]:
+    """The policy of a variant, and what makes its optimizer of Keras's."""
+    if variant not in HALF_MEMORY:
+        return policy, VARIANTS[variant]
+    policy, memory = HALF_MEMORY[variant]
+    settings = {"loss_scale": "none", "measure_gradients": False, **memory}
+    return policy, functools.partial(kmp.LossScaleOptimizer, **settings)
 
 
 def compiled(target: str, name: str, policy: str, variant: str, inner: str, accumulate: int):
@@ -94,10 +115,11 @@ def compiled(target: str, name: str, policy: str, variant: str, inner: str, accu
     Returns:
         `(compiled, number of parameters)`.
     """
+    policy, wrap = chosen(variant, policy)
     keras.config.set_dtype_policy(policy)
     model, *data = MODELS[name]()
     settings = {"gradient_accumulation_steps": accumulate} if accumulate > 1 else {}
-    optimizer = VARIANTS[variant](getattr(keras.optimizers, inner)(**settings))
+    optimizer = wrap(getattr(keras.optimizers, inner)(**settings))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, auto_scale_loss=False)
     model._symbolic_build(data_batch=data)  # the metrics' and the optimizer's variables
@@ -143,7 +165,7 @@ def table(title: str, rows: dict[str, dict]) -> str:
     """Plain Adam's counts, and what each variant adds to them."""
     lines = [
         title,
-        f"{'':19} {'kernels':>8} {'GB moved':>9} {'bytes/param':>12} {'copies':>7} "
+        f"{'':22} {'kernels':>8} {'GB moved':>9} {'bytes/param':>12} {'copies':>7} "
         f"{'conditionals':>13} {'host':>5} {'temporary MB':>13} {'arguments MB':>13}",
     ]
     plain = rows["plain"]
@@ -153,7 +175,7 @@ def table(title: str, rows: dict[str, dict]) -> str:
         sign = "" if variant == "plain" else "+"
         per_parameter = extra["bytes"] / row["parameters"]
         lines.append(
-            f"{variant:19} {base['kernels']:>{sign}8} {row['bytes'] / 1e9:>9.2f} "
+            f"{variant:22} {base['kernels']:>{sign}8} {row['bytes'] / 1e9:>9.2f} "
             f"{per_parameter:>12.2f} {base['copies']:>{sign}7} {row['conditionals']:>13} "
             f"{row['host_transfers']:>5} {base['temporary'] / 1e6:>{sign}13.1f} "
             f"{row['arguments'] / 1e6:>13.1f}"
@@ -170,7 +192,11 @@ def main() -> None:
     parser.add_argument("--optimizer", default="Adam", help="a Keras optimizer's class")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of an update")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--half-memory", action="store_true", help="weights and slots in fewer bits"
+    )
+    choices = [*VARIANTS, *HALF_MEMORY]
+    parser.add_argument("--variant", choices=choices, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     target, policy, inner = arguments.target, arguments.policy, arguments.optimizer
     accumulate = arguments.accumulate
@@ -178,10 +204,11 @@ def main() -> None:
         (name,) = arguments.model
         print(json.dumps(measure(target, name, policy, arguments.variant, inner, accumulate)))
         return
+    variants = ["plain", *HALF_MEMORY] if arguments.half_memory else list(VARIANTS)
     results: dict[str, dict] = {}
     for name in arguments.model:
         results[name] = {}
-        for variant in VARIANTS:  # a process each: the compilers keep what they have allocated
+        for variant in variants:  # a process each: the compilers keep what they have allocated
             print(f"{name}: {variant}", file=sys.stderr)
             command = [sys.executable, __file__, "--target", target, "--model", name]
             command += ["--policy", policy, "--optimizer", inner, "--variant", variant]

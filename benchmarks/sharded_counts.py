@@ -11,14 +11,12 @@ over the model axis without. Needs JAX and the extra `tpu` or `h100` (one enviro
 """
 
 import argparse
-import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from unittest import mock
 
-from compiled_counts import H100, VARIANTS  # isort: skip  (first: it sets the environment)
+from compiled_counts import H100, HALF_MEMORY, VARIANTS, chosen  # isort: skip  (first: it sets the environment)
 
 import fits
 import hlo
@@ -28,27 +26,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import kmp
-
 AXES = ("data", "model")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
-
-# A policy, and arguments about memory.
-HALF_MEMORY = {
-    "bfloat16": ("bfloat16", {}),
-    "remainders": ("bfloat16", {"master_weights": True}),
-    "remainders, int8 slots": ("bfloat16", {"master_weights": True, "slot_dtype": "int8"}),
-    "24 bits, int8 slots": ("bfloat16", {"master_weights": 24, "slot_dtype": "int8"}),
-    "float32, int8 slots": ("mixed_bfloat16", {"slot_dtype": "int8"}),
-}
-
-
-def chosen(arguments) -> tuple[str, Callable]:
-    """The policy of a variant, and what makes its optimizer of Keras's."""
-    if not arguments.half_memory:
-        return arguments.policy, VARIANTS[arguments.variant]
-    policy, memory = HALF_MEMORY[arguments.variant]
-    return policy, functools.partial(kmp.LossScaleOptimizer, measure_gradients=False, **memory)
 
 
 def distribution(mesh: Mesh, both: bool):
@@ -87,7 +66,7 @@ def count(arguments) -> dict:
     mesh = Mesh(np.array(found.devices).reshape(rows, columns), AXES)
     parallel = distribution(mesh, arguments.large)
     keras.distribution.set_distribution(parallel)
-    policy, wrap = chosen(arguments)
+    policy, wrap = chosen(arguments.variant, arguments.policy)
     keras.config.set_dtype_policy(policy)
     sizes = (arguments.blocks, 4096, 32, 32_000, 2048) if arguments.large else (4, 512, 8, 8000, 64)
     with mock.patch.object(jax, "device_put", lambda value, layout: value):  # there is no device
