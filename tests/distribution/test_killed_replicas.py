@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.only("tensorflow", "jax"), pytest.mark.slow]
 
 WORKER = pathlib.Path(__file__).parent / "worker_replicas.py"
 REPLICAS = (2, 4)
-TIMEOUT = 400  # seconds; on two cores each pair takes 25 on JAX, 80 on TensorFlow
+TIMEOUT = 400  # seconds
 # The significant bits of a number, by the dtypes that hold it.
 BITS = {"float32": 24, "bfloat16+int16": 24, "bfloat16+int8": 16, "bfloat16": 8}
 # Codes stand for powers of (code + offset) / (levels + offset): the largest code, offset and power.
