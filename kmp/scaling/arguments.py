@@ -221,8 +221,7 @@ def checked_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> li
 
 def _checked(gradient: Any, variable: Variable) -> Gradient:
     has_dtype = hasattr(gradient, "dtype")
-    fits = has_dtype and gradient.shape == tuple(variable.shape)
-    if fits and keras.backend.is_float_dtype(keras.backend.standardize_dtype(gradient.dtype)):
+    if has_dtype and is_float(gradient) and gradient.shape == tuple(variable.shape):
         return gradient  # nearly always, and told in the least time
     if gradient is None or not backend.are_dense([gradient])[0]:
         return gradient

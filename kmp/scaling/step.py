@@ -58,9 +58,10 @@ class Counters:
 
     def numbers(self) -> StepNumbers:
         """What the step that now begins reads of them."""
+        steps, skips = backend.read(None, [self.steps, self.consecutive_skips])
         return StepNumbers(
-            step=ops.cast(ops.convert_to_tensor(self.steps), "int32") + 1,
-            consecutive_skips=ops.convert_to_tensor(self.consecutive_skips),
+            step=ops.cast(steps, "int32") + 1,
+            consecutive_skips=skips,
             rule=self.state,
             peak=_read(self.peak),
         )

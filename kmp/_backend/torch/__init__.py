@@ -97,8 +97,7 @@ class TorchBackend(Backend):
     def multiply(self, leaves: Sequence[Any], factor: Tensor) -> Sequence[Any]:
         # On GPUs in a kernel for many. (Keras's conversions take longer than the product.)
         factor = ops.convert_to_tensor(factor)
-        floats = [is_float(x) for x in leaves]
-        pairs = list(zip(leaves, floats, strict=True))
+        pairs = [(x, is_float(x)) for x in leaves]
         tensors = [_at_least_float32(x).to(factor.device) for x, is_float in pairs if is_float]
         # torch.func's transformations, of which vmap gives gradients by example, know no foreach.
         # Of DTensors and others in one list Keras would make DTensors of all.
