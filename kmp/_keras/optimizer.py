@@ -157,6 +157,12 @@ def inner_optimizer_of(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """Those that update: the inner one, or those in a `keras.optimizers.MultiOptimizer`."""
+    inner = inner_optimizer_of(optimizer)
+    return getattr(inner, "optimizers", None) or [inner]
+
+
 def optimizers_of(model: Any) -> dict[str, Optimizer]:
     """The optimizers of a model by the names of their attributes.
 

@@ -10,6 +10,7 @@ from keras.optimizers import Optimizer
 from kmp._backend import backend
 from kmp._backend.random_states import RandomStates
 from kmp._common import number, warn, whole_number
+from kmp._keras.optimizer import inner_optimizer_of
 from kmp.callbacks.loss_tracker import RECENT
 from kmp.callbacks.lr_range import draw, has_diverged, smooth, steepest
 from kmp.callbacks.lr_sweep import SweptModel
@@ -60,7 +61,8 @@ class LearningRateFinder(keras.callbacks.Callback):
         stopped_because: str, why the sweep ended before `max_lr`; None if it did not.
 
     Raises:
-        ValueError: if an argument is out of its range, and in `fit` without a Keras optimizer.
+        ValueError: if an argument is out of its range, and in `fit` without a Keras optimizer, or
+            with a `keras.optimizers.MultiOptimizer`, which has several learning rates.
 
     Warns:
         kmp.PrecisionWarning: if `fit` ended before the sweep did, if there is nothing to suggest,
@@ -156,6 +158,13 @@ class LearningRateFinder(keras.callbacks.Callback):
             raise ValueError(
                 "LearningRateFinder needs a model that is compiled with an optimizer of Keras. "
                 f"Received: optimizer={getattr(model, 'optimizer', None)!r}. Write "
+                'model.compile(kmp.scaled("adam"), ...).'
+            )
+        if hasattr(inner_optimizer_of(model.optimizer), "optimizers"):
+            raise ValueError(
+                "LearningRateFinder sweeps one learning rate, and a MultiOptimizer has one for "
+                f"each part. Received: optimizer={model.optimizer!r}. Compile with one optimizer "
+                "for the whole model while you look for its rate: "
                 'model.compile(kmp.scaled("adam"), ...).'
             )
         self.restore()  # what an exception has left of the last sweep

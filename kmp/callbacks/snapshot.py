@@ -13,6 +13,7 @@ from kmp._keras.optimizer import (
     inner_optimizer_of,
     is_loss_scale_optimizer,
     optimizers_of,
+    parts_of,
     steps_of,
 )
 from kmp.precision.trees import all_finite, as_number
@@ -124,12 +125,10 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
 
 def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
     """Lower the learning rate and the loss scale of an optimizer; say what changed."""
-    learning_rate, changes = as_number(optimizer.learning_rate), []
-    try:
-        optimizer.learning_rate = learning_rate * lr_factor
-        changes.append(f"learning rate {learning_rate:g} -> {learning_rate * lr_factor:g}")
-    except TypeError:  # Keras's answer where a schedule decides
-        changes.append("learning rate left to its schedule, which no callback can lower")
+    parts = parts_of(optimizer)
+    changes = [
+        _lowered_rate(x, lr_factor) + (f" ({x.name})" if len(parts) > 1 else "") for x in parts
+    ]
     # Keras's class has no floor.
     rule = dynamic(getattr(optimizer, "loss_scale", DynamicLossScale()))
     scale = _scale_of(optimizer)
@@ -142,6 +141,15 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
         _count_anew(optimizer)
         changes.append(f"loss scale {now:g} -> {then:g}")
     return changes
+
+
+def _lowered_rate(optimizer: Any, factor: float) -> str:
+    rate = as_number(optimizer.learning_rate)
+    try:
+        optimizer.learning_rate = rate * factor
+    except TypeError:  # Keras's answer where a schedule decides
+        return "learning rate left to its schedule, which no callback can lower"
+    return f"learning rate {rate:g} -> {rate * factor:g}"
 
 
 def _count_anew(optimizer: Any) -> None:

@@ -11,6 +11,7 @@ from kmp._keras.optimizer import (
     BaseLossScaleOptimizer,
     accumulators_of,
     own_the_averages,
+    parts_of,
     rate_of_last_step,
     refuse_settings,
     steps_of,
@@ -190,7 +191,7 @@ def highest_rate(optimizer: Any, paths: Collection[str]) -> float:
         optimizer: `kmp.LossScaleOptimizer`, built.
         paths: of at least one of its variables.
     """
-    parts = [x for x in _parts(optimizer) if x.built]
+    parts = [x for x in parts_of(optimizer) if x.built]
     return max(
         as_number(rate_of_last_step(each))
         for each in parts
@@ -200,13 +201,7 @@ def highest_rate(optimizer: Any, paths: Collection[str]) -> float:
 
 def weight_decay(optimizer: Any) -> float:
     """The largest share of a weight that weight decay takes in a step; 0 without it."""
-    return max(_rate(x) * x.weight_decay if x.weight_decay else 0.0 for x in _parts(optimizer))
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    """The optimizer inside kmp's, or those inside a `keras.optimizers.MultiOptimizer`."""
-    inner = optimizer.inner_optimizer
-    return getattr(inner, "optimizers", None) or [inner]
+    return max(_rate(x) * x.weight_decay if x.weight_decay else 0.0 for x in parts_of(optimizer))
 
 
 def _rate(optimizer: Any) -> float:

@@ -6,6 +6,7 @@ import pytest
 from conftest import BACKEND
 from keras import ops
 from linear_runs import JIT, RATE, SPE, data, fit, last_progress, linear_model
+from older import of_keras
 
 import kmp
 from kmp.callbacks import DivergenceGuard, SpikeDetector
@@ -118,6 +119,19 @@ def test_a_rollback_restores_every_bit_but_the_learning_rate(wrap, jit):
         assert int(optimizer.steps) == 10 and int(optimizer.skipped_steps) == 2
     if wrap == "keras":
         assert float(optimizer.dynamic_scale) == 128.0
+
+
+def test_a_rollback_lowers_the_rate_of_each_part_of_an_optimizer():
+    sgd, rate = keras.optimizers.SGD, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    body, head = sgd(0.125, name="body"), sgd(rate, name="head")
+    parts = of_keras("optimizers.MultiOptimizer")(lambda v: body if "kernel" in v.path else head)
+    rewind = Rewind(3, 8)
+    fit(linear_model(kmp.scaled(parts, "none")), [rewind], steps=10)
+    assert rewind.changes == [
+        "learning rate 0.125 -> 0.0625 (body)",
+        "learning rate left to its schedule, which no callback can lower (head)",
+    ]
+    assert float(body.learning_rate) == 0.0625
 
 
 OVERFLOW = 3e18  # of inputs: their loss is finite, and their gradient at a scale of 64 is not

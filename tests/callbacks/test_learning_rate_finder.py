@@ -8,6 +8,7 @@ import pytest
 from conftest import BACKEND
 from keras import ops
 from linear_runs import SPE, data, linear_model
+from older import of_keras
 
 import kmp
 from kmp.callbacks import LearningRateFinder
@@ -276,6 +277,19 @@ def test_divergence_of_losses_below_zero():
 def test_bad_arguments(arguments):
     with pytest.raises(ValueError, match=f"{next(iter(arguments))}=.* default"):
         LearningRateFinder(**arguments)
+
+
+@QUIET
+def test_an_optimizer_of_several_parts_is_refused():
+    """Each part has a rate of its own, and none of them would sweep."""
+    sgd = keras.optimizers.SGD(0.5)
+    model = linear_model(kmp.scaled(of_keras("optimizers.MultiOptimizer")(lambda v: sgd)))
+    with pytest.raises(ValueError, match="one learning rate, and a MultiOptimizer has one for"):
+        find(model, LearningRateFinder(**RANGE))
+    model.compile(kmp.scaled("adam"), "mse")  # as the message says
+    finder = LearningRateFinder(**RANGE)
+    find(model, finder)
+    assert len(finder.learning_rates) == RANGE["steps"]
 
 
 def test_a_plot_of_nothing():
