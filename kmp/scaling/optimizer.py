@@ -78,7 +78,8 @@ class LossScaleOptimizer(WrapsInner):
         step_scales_loss: bool, the same of the last step under `kmp.protect`; None before one.
 
     Raises:
-        ValueError: if the inner optimizer overrides `scale_loss`, or an argument is out of range.
+        ValueError: if the inner optimizer overrides `scale_loss`, an argument is out of range, or
+            "drop_window" meets a `keras.optimizers.MultiOptimizer`.
 
     Warns:
         kmp.PrecisionWarning: if the first step applies gradients though nothing has read the scale.
@@ -122,6 +123,12 @@ class LossScaleOptimizer(WrapsInner):
         self._initial_state = functools.partial(kind, *state)
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
         self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
+        if on_overflow == "drop_window" and hasattr(inner_optimizer, "optimizers"):
+            raise ValueError(
+                "on_overflow='drop_window' discards a window of one optimizer's accumulation, and "
+                f"each part of a MultiOptimizer has its own. Received: {inner_optimizer!r}. Leave "
+                "on_overflow out: then the micro-batch alone is dropped, in all parts."
+            )
         self.measure_gradients = bool(measure_gradients)
         self.half_memory = HalfMemory(rounding, slot_dtype, master_weights)
         self.variable_paths: tuple[str, ...] = ()

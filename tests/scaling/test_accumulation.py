@@ -241,3 +241,11 @@ def test_under_a_strategy():
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match=r"`on_overflow` must be one of .*drop_window.*Received"):
         kmp.scaled("sgd", on_overflow="drop_everything")
+
+
+def test_windows_of_an_optimizer_of_several_parts_are_not_dropped():
+    sgd = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    several = of_keras("optimizers.MultiOptimizer")(lambda v: sgd)
+    with pytest.raises(ValueError, match=r"of one optimizer's accumulation.*Leave on_overflow out"):
+        kmp.scaled(several, on_overflow="drop_window")
+    assert kmp.scaled(several).on_overflow == "drop_micro_batch"
