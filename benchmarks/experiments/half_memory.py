@@ -3,8 +3,9 @@
     KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py optimizers    any backend
     KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py transformer   twenty minutes
     KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py codes         an hour
+    KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py longer        an hour
 
-Both use the test of `python -m kmp certify`. Each run keeps its result in build/half_memory, and
+All use the test of `python -m kmp certify`. Each run keeps its result in build/half_memory, and
 writes the page anew from all that is there.
 """
 
@@ -66,6 +67,7 @@ accuracy, 2% of a loss. [Parity](../parity.md) explains the test, and has five t
 KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py optimizers  # each backend
 KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py transformer
 KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py codes
+KERAS_BACKEND=jax python benchmarks/experiments/half_memory.py longer
 ```
 """
 TITLES = {
@@ -86,6 +88,11 @@ The five tasks of [parity](../parity.md), which have Adam, and the MLP above und
 Weights are kept in float32, and in bfloat16 with remainders of 8 bits. So that small models say
 something too, slots of all sizes are coded here, and not only those of 4096 numbers or more.
 """,
+    "longer": """## A transformer, eight times as long, with slots of 8 bits
+
+The same transformer at the same rate, for 3,072 steps on four times as much text; slots of all
+sizes are coded.
+""",
 }
 
 
@@ -100,12 +107,12 @@ def digits(seed: int, optimizer: str):
     return model, (x[:half], y[:half]), (x[half:], y[half:])
 
 
-def recipe(seed: int):
+def recipe(seed: int, windows: int = 2048):
     """The transformer of the full recipe, and windows of its text."""
     sys.path.insert(0, str(ROOT / "examples"))
     full_recipe = importlib.import_module("full_recipe")
     training, validation = full_recipe.read_text()
-    x, y = full_recipe.draw_windows(np.roll(training, seed * 1000), 2048)
+    x, y = full_recipe.draw_windows(np.roll(training, seed * 1000), windows)
     model = full_recipe.build_model(64, 2)
     model.compile(keras.optimizers.Adam(3e-4), cross_entropy())
     return model, (x, y), full_recipe.draw_windows(validation, 512)
@@ -122,6 +129,10 @@ def tasks(which: str) -> dict[str, tuple[Task, list[str]]]:
             name: (on_digits(name), [HALF, f"{HALF},slot_dtype=float32"]) for name in OPTIMIZERS
         }
     codes._FEWEST = 1
+    if which == "longer":
+        build = functools.partial(recipe, windows=8192)
+        task = Task("longer", build, "loss", 0.02, True, epochs=12, batch_size=32, seeds=3)
+        return {"Adam": (task, CODED)}
     five = {name: dataclasses.replace(task, seeds=10) for name, task in TASKS.items()}
     four = {f"MLP, {name}": on_digits(name) for name in UNDER_CODES}
     return {name: (task, CODED) for name, task in (five | four).items()}
