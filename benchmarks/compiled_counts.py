@@ -37,7 +37,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import MODELS
 
 import kmp
-from kmp._backend import backend
 from kmp.cli.doctor import version_of
 
 # What XLA's compiler needs to know of the device; NVIDIA's public figures.
@@ -125,7 +124,6 @@ def compiled(target: str, name: str, policy: str, variant: str, inner: str, accu
     model.compile(optimizer, loss, auto_scale_loss=False)
     model._symbolic_build(data_batch=data)  # the metrics' and the optimizer's variables
     if target == "tpu":
-        type(backend).splits_groups = lambda self: True  # as where there is one
         topology = topologies.get_topology_desc("v5e:2x2", platform="tpu")
     else:
         topology = topologies.get_topology_desc(

@@ -26,8 +26,6 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kmp._backend import backend
-
 AXES = ("data", "model")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
@@ -60,7 +58,6 @@ def count(arguments) -> dict:
     """Compile one step of a variant, and count in it."""
     rows, columns = map(int, arguments.topology.split("x"))
     if arguments.target == "tpu":
-        type(backend).splits_groups = lambda self: True  # as where there is one
         found = topologies.get_topology_desc(f"v5e:{arguments.topology}", platform="tpu")
     else:
         found = topologies.get_topology_desc(

@@ -329,14 +329,6 @@ class Backend(abc.ABC):
         """
         return then() if bool(pred) else otherwise
 
-    def splits_groups(self) -> bool:
-        """Tell whether updates of slots in 8 bits are computed with an axis for their groups.
-
-        XLA's compiler for TPUs computes nothing through a reshape that joins two axes: without it,
-        each scale would be written to memory once for each number of its group.
-        """
-        return False
-
     def block_sizes(self) -> tuple[int, int] | None:
         """Return how many numbers are best updated at once, and up to how many weights are joined.
 

@@ -18,10 +18,6 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from kmp._keras.optimizer import Tensor, Variable
 
-_ELEMENTWISE = frozenset(
-    ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "Nadam", "RMSprop", "Lion")
-)
-
 
 def add_slot(
     optimizer: Any,
@@ -138,13 +134,6 @@ def is_parallel(optimizer: Any) -> bool:
     Those compute each number by itself. Classes derived from them are not among them.
     """
     return hasattr(optimizer, "_parallel_update_step")
-
-
-def is_elementwise(optimizer: Any) -> bool:
-    """Whether it is one of Keras's that compute each number by itself, on any backend."""
-    kind = type(optimizer)
-    of_keras = kind.__module__.startswith("keras.src.optimizers.")
-    return is_parallel(optimizer) or (of_keras and kind.__name__ in _ELEMENTWISE)
 
 
 def update_together_by(optimizer: Any, update: Callable[..., None]) -> None:

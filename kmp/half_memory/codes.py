@@ -60,41 +60,32 @@ class Groups:
     Attributes:
         axis: the axis.
         size: numbers in a group; the axis has a multiple of it.
-        is_split: whether slots come with an axis more: that of the groups, and after it one of the
-            numbers in a group.
     """
 
     axis: int
     size: int
-    is_split: bool = False
 
     def scales(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the scales of a slot of this shape."""
         return tuple(n // self.size if i == self.axis else n for i, n in enumerate(shape))
 
-    def split(self, x: Tensor) -> Tensor:
-        """A slot, or what has its shape, with the numbers of a group along an axis of their own."""
-        if self.is_split:
-            return x
+    def magnitudes(self, x: Tensor) -> Tensor:
+        """The magnitudes of a slot, those of each group along an axis of their own after `axis`."""
         n = x.shape[self.axis]
-        shape = (*x.shape[: self.axis], n // self.size, self.size, *x.shape[self.axis + 1 :])
-        return ops.reshape(x, shape)
+        grouped = (*x.shape[: self.axis], n // self.size, self.size, *x.shape[self.axis + 1 :])
+        magnitudes = ops.where(ops.isfinite(x), ops.abs(x), float("inf"))  # a maximum may lose NaN
+        return ops.reshape(magnitudes, grouped)
 
     def largest(self, *slots: Tensor) -> list[Tensor]:
         """The largest magnitude of each group of slots of one shape, in the shape of the scales."""
-        # A maximum may lose NaN.
-        magnitudes = [ops.where(ops.isfinite(x), ops.abs(x), float("inf")) for x in slots]
-        return list(backend.maxima(list(map(self.split, magnitudes)), self.axis + 1))
+        return list(backend.maxima([self.magnitudes(x) for x in slots], self.axis + 1))
 
     def spread(self, scales: Tensor) -> Tensor:
-        """Each scale for all of its group, in a shape that broadcasts to that of the slot."""
+        """Each scale for all of its group, in the shape of the slot."""
         after = self.axis + 1
-        each = ops.expand_dims(scales, after)
-        if self.is_split:
-            return each
         grouped = (*scales.shape[:after], self.size, *scales.shape[after:])
         whole = (*grouped[: self.axis], grouped[self.axis] * self.size, *grouped[after + 1 :])
-        return ops.reshape(ops.broadcast_to(each, grouped), whole)
+        return ops.reshape(ops.broadcast_to(ops.expand_dims(scales, after), grouped), whole)
 
 
 def groups_of(shape: Sequence[int], shard: Sequence[int], by_row: bool) -> Groups | None:

@@ -21,7 +21,6 @@ from kmp._common import checked_choice, warn
 from kmp._keras import updates
 from kmp._keras.optimizer import accumulators_by_row, steps_of
 from kmp.half_memory.blocks import Block, Member, blocks_of
-from kmp.half_memory.codes import Groups
 from kmp.half_memory.rounding import Draw
 from kmp.half_memory.slots import SCALES, code_of, first_value, groups_for
 from kmp.half_memory.views import (
@@ -33,7 +32,6 @@ from kmp.half_memory.views import (
     SplitView,
     Standing,
     one_update,
-    split_by,
 )
 from kmp.precision.trees import HALF_DTYPES
 
@@ -136,22 +134,11 @@ class _ViewMaker:
 
     def of(self, inner: Any, variable: Variable, weight: Variable) -> Any:
         """The view of a weight or a slot of an optimizer; the variable itself if it needs none."""
-        if variable.dtype == "float32" and (_in_blocks(inner) or self._splits(inner)):
-            # A block may have a part of it, and an update split by groups another shape.
+        if variable.dtype == "float32" and _in_blocks(inner):  # a block may have a part of it
             return Float32View(variable, self.rounding, Draw(0, 0))
         if variable.dtype not in HALF_DTYPES:
             return variable
         return Float32View(variable, self.rounding, self._draw(weight))
-
-    def _splits(self, inner: Any) -> bool:
-        """Whether an optimizer's updates of weights with codes are split by their groups."""
-        is_coded = self.memory.slot_dtype == "int8"
-        return is_coded and backend.splits_groups() and updates.is_elementwise(inner)
-
-    def groups_of(self, inner: Any, view: Any) -> Groups | None:
-        """By what the update of a weight is split; None: by nothing."""
-        slots = through_views(view, self.slots) if self._splits(inner) else None
-        return next((x.groups for x in slots or () if isinstance(x, CodedView)), None)
 
     def of_weight(self, inner: Any, variable: Variable) -> Any:
         """The view of a weight that an optimizer updates."""
@@ -242,8 +229,7 @@ def _build(inner: Any, views: _ViewMaker, variables: Sequence[Variable]) -> None
     of_weights = [views.of_weight(inner, v) for v in variables]
     make_slot = functools.partial(_make_slot, inner, views)
     updates.build_on_views(inner, variables, of_weights, make_slot)
-    groups = [views.groups_of(inner, view) for view in of_weights]
-    update = functools.partial(_update, inner, of_weights, groups)
+    update = functools.partial(_update, inner, of_weights)
     updates.update_by(inner, of_weights, update)
     if _in_blocks(inner):
         in_blocks = _InBlocks(inner, of_weights, views, update)
@@ -282,37 +268,20 @@ def _uncoded_slot(
 
 
 def _update(
-    inner: Any,
-    views: Sequence[Any],
-    groups: Sequence[Groups | None],
-    gradient: Gradient,
-    variable: Variable,
-    learning_rate: Tensor,
+    inner: Any, views: Sequence[Any], gradient: Gradient, variable: Variable, learning_rate: Tensor
 ) -> None:
     """`update_step` of an optimizer, and its weight decay, in float32."""
-    row = updates.row_of(inner, variable)
-    view, split = views[row], groups[row]
+    view = views[updates.row_of(inner, variable)]
     if not isinstance(view, Float32View):
         view = variable  # on a replica of TensorFlow's this is its own copy
-    gradient = backend.dense(gradient)
-    if split is not None:
-        gradient = split_by(split, gradient)
-    with one_update(groups=split):
+    with one_update():
         updates.decay_weights(inner, view)
-        updates.update_one(inner, gradient, view, learning_rate)
+        updates.update_one(inner, backend.dense(gradient), view, learning_rate)
 
 
 def _in_blocks(inner: Any) -> bool:
     """Whether an optimizer updates weights in blocks."""
     return backend.block_sizes() is not None and updates.is_parallel(inner)
-
-
-def through_views(view: Any, slots: Mapping[int, Sequence[Any]]) -> tuple[Any, ...] | None:
-    """The slots of a weight, if its update reads and assigns nothing but views in float32."""
-    if not isinstance(view, Float32View) or isinstance(view, MasterView):
-        return None
-    of_weight = tuple(slots.get(id(view.variable), ()))
-    return of_weight if all(isinstance(each, Float32View) for each in of_weight) else None
 
 
 class _InBlocks:
@@ -427,8 +396,12 @@ class _InBlocks:
 
     def _member(self, view: Any, slots: Mapping[int, Sequence[Any]]) -> Member | None:
         """None if the weight is updated by itself."""
-        of_weight = through_views(view, slots)
-        if of_weight is None or not math.prod(view.shape) or not view.shape:
+        if not isinstance(view, (Float32View, SplitView)) or isinstance(view, MasterView):
+            return None
+        of_weight = tuple(slots.get(id(view.variable), ()))
+        if not math.prod(view.shape) or not view.shape:
+            return None
+        if not all(isinstance(each, Float32View) for each in of_weight):
             return None
         groups = [each.groups for each in of_weight if isinstance(each, CodedView)]
         rows = math.lcm(*(each.size for each in groups if each.axis == 0))

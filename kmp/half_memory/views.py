@@ -48,14 +48,12 @@ class _Update:
 
     Attributes:
         standing: what is in the place of variables; None: nothing.
-        groups: those of all coded slots, by which tensors are split; None: they are not.
         held: by the id of a view: the view, and the value that will be written.
         bits: random numbers that were drawn for one of the views, and are there for the others.
         keys: what these are drawn by; None: those of the seed and the step.
     """
 
     standing: Standing | None
-    groups: Groups | None = None
     held: dict[int, tuple[Any, Tensor]] = dataclasses.field(default_factory=dict)
     bits: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
     keys: tuple[Tensor, Tensor] | None = None
@@ -77,7 +75,7 @@ class _Update:
         them, and writes them to memory for the kernel that encodes.
         """
         view, _ = coded[0]  # the slots of a weight are grouped alike
-        largest = view.present_groups.largest(*(value for _, value in coded))
+        largest = view.groups.largest(*(value for _, value in coded))
         if self.standing is None:
             *largest, key, other = backend.together([*largest, *view.rounding.keys()])
             self.keys = key, other
@@ -205,21 +203,16 @@ class Float32View(_BaseView):
     def _get(self, part: str) -> Tensor:
         """The value of one of the variables, or what stands in its place."""
         update = _update()
-        if update is not None and update.standing is not None:
-            return update.standing.values[id(self), part]
-        value = ops.convert_to_tensor(getattr(self, part))
-        if update is None or update.groups is None or part == "scales":
-            return value
-        return split_by(update.groups, value)
+        if update is None or update.standing is None:
+            return ops.convert_to_tensor(getattr(self, part))
+        return update.standing.values[id(self), part]
 
     def _set(self, part: str, value: Tensor) -> None:
-        update, variable = _update(), getattr(self, part)
-        if update is not None and update.standing is not None:
-            update.standing.values[id(self), part] = value
-        elif update is not None and update.groups is not None:
-            variable.assign(ops.reshape(value, variable.shape))
+        update = _update()
+        if update is None or update.standing is None:
+            getattr(self, part).assign(value)
         else:
-            variable.assign(value)
+            update.standing.values[id(self), part] = value
 
     def restore(self, value: Tensor) -> None:
         """Write a float32 value that was read elsewhere: rounded to nearest, at no step."""
@@ -303,20 +296,13 @@ class CodedView(Float32View):
         """Whether it is rounded at random."""
         return True
 
-    @property
-    def present_groups(self) -> Groups:
-        """Those of the tensors that it reads and writes now."""
-        update = _update()
-        groups = update and update.groups
-        return dataclasses.replace(groups, is_split=True) if groups else self.groups
-
     def read(self) -> Tensor:
         """float32, what the codes stand for."""
-        return decode(self._get("variable"), self._get("scales"), self.code, self.present_groups)
+        return decode(self._get("variable"), self._get("scales"), self.code, self.groups)
 
     def write(self, value: Tensor) -> None:
         """Encode a value, at random."""
-        self.encode(value, *self.present_groups.largest(value))
+        self.encode(value, *self.groups.largest(value))
 
     def encode(self, value: Tensor, largest: Tensor) -> None:
         """Encode a value, at random, whose groups have these largest magnitudes."""
@@ -325,12 +311,12 @@ class CodedView(Float32View):
 
     def restore(self, value: Tensor) -> None:
         """Encode a float32 value that was read elsewhere: to nearest, at no step."""
-        (largest,) = self.present_groups.largest(value)
+        (largest,) = self.groups.largest(value)
         self._assign(value, largest, 0.5)
 
     def _assign(self, value: Tensor, largest: Tensor, uniform: Any) -> None:
         scales = scales_of(largest)
-        self._set("variable", encode(value, scales, self.code, self.present_groups, uniform))
+        self._set("variable", encode(value, scales, self.code, self.groups, uniform))
         self._set("scales", scales)
 
 
@@ -363,26 +349,16 @@ class MasterView(Float32View):
     restore = write
 
 
-def split_by(groups: Groups, x: Tensor) -> Tensor:
-    """A tensor in the shape of a slot, split by its groups before anything is computed from it.
-
-    XLA would split what is computed from it, and then cannot compute a scale where it is needed.
-    """
-    (found,) = backend.together([groups.split(x)])
-    return found
-
-
 @contextlib.contextmanager
-def one_update(standing: Standing | None = None, groups: Groups | None = None) -> Iterator[None]:
+def one_update(standing: Standing | None = None) -> Iterator[None]:
     """Within, views keep what they are assigned in float32; at the end they round and write it.
 
     If an exception is raised, nothing is written.
 
     Args:
         standing: what the views read and write in place of their variables.
-        groups: by which the views split what they read, and take what is assigned to them.
     """
-    outer, _of_thread.update = _update(), _Update(standing, groups)
+    outer, _of_thread.update = _update(), _Update(standing)
     try:
         yield
         _of_thread.update.write()

@@ -59,18 +59,6 @@ def test_a_watched_step_with_large_variables(tmp_path):
     assert not re.search(r"\[2,768,768\]", text)
 
 
-def test_scales_are_not_written_once_a_number(tmp_path):
-    """Of old scales and new ones, for both slots of Adam: four float32 a number, in memory."""
-    spread = re.compile(r"= f32\[\d+,\d+,\d+\]\S* broadcast\(")
-    found = []
-    for optimizer in ("codes", "codes_as_on_a_tpu"):
-        directory = tmp_path / optimizer
-        directory.mkdir()
-        _, text = instructions(directory, optimizer, "words")
-        found.append(len(spread.findall(text[text.index("\nENTRY") :])))
-    assert found[0] > found[1] == 0
-
-
 def test_keras_still_branches_on_a_tpu(tmp_path):
     """Two nested conditionals: the device stops to find out which way to go."""
     counts, _ = instructions(tmp_path, "keras")

@@ -27,7 +27,6 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kmp
-from kmp._backend import backend
 
 BATCH = 64
 
@@ -47,15 +46,7 @@ def watched():
     return optimizer
 
 
-def codes_as_on_a_tpu():
-    """As where there is one; else the optimizer is built as for this machine."""
-    type(backend).splits_groups = lambda self: True
-    return OPTIMIZERS["codes"]()
-
-
 OPTIMIZERS = {
-    "codes": lambda: kmp.scaled("adam", slot_dtype="int8"),
-    "codes_as_on_a_tpu": codes_as_on_a_tpu,
     "kmp": lambda: kmp.scaled("adam"),
     "watched": watched,
     "keras": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),

@@ -40,9 +40,6 @@ class JaxBackend(Backend):
     def platform(self) -> str:
         return jax.default_backend()
 
-    def splits_groups(self) -> bool:
-        return self.platform() == "tpu"
-
     def device(self) -> Device:
         first = jax.local_devices()[0]
         major, _, minor = str(getattr(first, "compute_capability", "")).partition(".")
