@@ -250,6 +250,14 @@ class Backend(abc.ABC):
         """Return tensors of which XLA computes all before it uses one."""
         return tensors
 
+    def once_decided(self, x: Tensor) -> Tensor:
+        """Return a tensor from which nothing is computed before it is known if the step applies.
+
+        XLA's compiler for TPUs would compute it before the forward pass, and keep it until the
+        update.
+        """
+        return x
+
     def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
         """Make XLA take a sample before it updates what was sampled.
 

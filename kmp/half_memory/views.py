@@ -298,7 +298,8 @@ class CodedView(Float32View):
 
     def read(self) -> Tensor:
         """float32, what the codes stand for."""
-        return decode(self._get("variable"), self._get("scales"), self.code, self.groups)
+        scales = backend.once_decided(self._get("scales"))  # which some write once a number
+        return decode(self._get("variable"), scales, self.code, self.groups)
 
     def write(self, value: Tensor) -> None:
         """Encode a value, at random."""

@@ -285,6 +285,28 @@ def test_one_reduction_finds_all_scales_and_random_numbers_come_after_it(policy)
     assert all(any(x is y for y in used) for x in (*largest, key, other))
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="reads JAX's program")
+@pytest.mark.parametrize("accumulate", [None, 2])
+def test_no_scale_is_read_before_the_step_is_decided(accumulate):
+    """XLA for a TPU spreads them over their numbers, and would do so before the forward pass."""
+    import jax
+
+    variable = keras.Variable(np.ones((64, 64)), dtype="bfloat16", name="kernel")
+    inner = keras.optimizers.Adam(gradient_accumulation_steps=accumulate)
+    scaled = kmp.scaled(inner, "none", slot_dtype="int8")
+    scaled.build([variable])
+    own = [v.value for v in scaled.variables]
+    program = jax.make_jaxpr(scaled.stateless_apply)(own, [variable.value], [variable.value])
+    for scales in [x for x in program.jaxpr.invars if x.aval.shape == (2, 64)]:
+        readers = [each for each in program.eqns if any(x is scales for x in each.invars)]
+        barriers = [x for x in readers if x.primitive.name == "optimization_barrier"]
+        assert barriers and all(str(x.invars[1].aval) == "bool[]" for x in barriers)
+        others = [
+            x for x in readers if x not in barriers
+        ]  # they keep the old ones if it is skipped
+        assert all(x.params.get("name") == "_where" for x in others), others
+
+
 def test_nearest_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="never move"):
         kmp.scaled("adam", slot_dtype="int8", rounding="nearest")

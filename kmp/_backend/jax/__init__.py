@@ -16,7 +16,7 @@ from kmp._backend.jax.cards import NAMES, compiled_for, device_of
 from kmp._backend.jax.programs import operations
 from kmp._backend.jax.sharding import MeshSharding
 from kmp._backend.jax.targets import PER_TARGET
-from kmp._backend.jax.updates import update_by_mask
+from kmp._backend.jax.updates import decision, update_by_mask
 from kmp._backend.sharding import UNSHARDED, Sharding
 from kmp._backend.types import (
     Device,
@@ -130,6 +130,10 @@ class JaxBackend(Backend):
 
     def together(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return jax.lax.optimization_barrier(list(tensors))
+
+    def once_decided(self, x: Tensor) -> Tensor:
+        applies = decision()
+        return x if applies is None else jax.lax.optimization_barrier((x, applies))[0]
 
     def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
         # By a dot product, which XLA's CPU compiler copies into no update.

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,13 @@ from keras.optimizers import Optimizer
 
 from kmp._backend import base
 from kmp._backend.types import Tensor, Variable
+
+_of_thread = threading.local()  # several may trace at once
+
+
+def decision() -> Tensor | None:
+    """What the outermost `masked` was given, within it."""
+    return getattr(_of_thread, "applies", None)
 
 
 def update_by_mask(
@@ -28,8 +36,13 @@ def update_by_mask(
 @contextlib.contextmanager
 def masked(applies: Tensor) -> Iterator[None]:
     """Within, assignments leave variables as they are unless `applies`, a bool[]."""
-    with _Selects(applies) as scope:
-        yield
+    outer = decision()
+    _of_thread.applies = applies if outer is None else outer
+    try:
+        with _Selects(applies) as scope:
+            yield
+    finally:
+        _of_thread.applies = outer
     for variable in scope.updated.values():
         variable.assign(scope.state_mapping[id(variable)])
 
