@@ -132,7 +132,8 @@ class JaxBackend(Backend):
         return jax.lax.optimization_barrier(list(tensors))
 
     def once_decided(self, x: Tensor) -> Tensor:
-        applies = decision()
+        # Not on a GPU, where it saves nothing and takes a kernel for some weights.
+        applies = decision() if self.platform() != "gpu" else None
         return x if applies is None else jax.lax.optimization_barrier((x, applies))[0]
 
     def order_after(self, finite: Tensor, sample: Tensor) -> Tensor:
