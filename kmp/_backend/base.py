@@ -778,8 +778,9 @@ def product(x: Any, factor: Tensor) -> Any:
 
 def is_float(x: Any) -> bool:
     """Tell whether `x` is a float or a tensor, array or sparse gradient of floats."""
-    # Every library writes "float" in the name of such a dtype, and in no other one's. (Keras's
-    # `standardize_dtype` takes ten calls on PyTorch, and this is asked of each gradient.)
+    # Every library writes "float" in the name of such a dtype, and in no other one's but JAX's
+    # float0, with which nothing can be computed. (Keras's `standardize_dtype` takes ten calls on
+    # PyTorch, and this is asked of each gradient.)
     return "float" in str(x.dtype) if hasattr(x, "dtype") else isinstance(x, float)
 
 

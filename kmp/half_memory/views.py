@@ -298,7 +298,7 @@ class CodedView(Float32View):
 
     def read(self) -> Tensor:
         """float32, what the codes stand for."""
-        scales = backend.once_decided(self._get("scales"))  # which some write once a number
+        scales = backend.once_decided(self._get("scales"))  # a TPU writes each once a number
         return decode(self._get("variable"), scales, self.code, self.groups)
 
     def write(self, value: Tensor) -> None:
