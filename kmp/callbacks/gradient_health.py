@@ -11,8 +11,8 @@ from kmp.callbacks.curves.heat_map import History, picture
 from kmp.callbacks.curves.outlets import ALWAYS, MORE, OF_SPIKES, Outlets, log_numbers
 from kmp.callbacks.protection import Hold
 from kmp.callbacks.verdict.detectors import detectors, judge
-from kmp.callbacks.verdict.not_training import no_steps
 from kmp.callbacks.verdict.observation import Observation, Run
+from kmp.callbacks.verdict.stalled import no_steps
 from kmp.callbacks.verdict.states import Limits, Verdict, checked_limits
 from kmp.callbacks.watcher import Cadence, Watcher, checked_update_freq
 from kmp.health.report import GradientReport, read_report

@@ -9,7 +9,7 @@ from linear_runs import SPE
 from reports import Told, look_at
 
 import kmp
-from kmp.callbacks.verdict.huge_batch import HugeBatch, deviations
+from kmp.callbacks.verdict.large_steps import HugeBatch, deviations
 from kmp.callbacks.verdict.observation import Run
 
 HUGE = 1e8  # times the weight of a sample

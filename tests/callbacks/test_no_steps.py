@@ -7,8 +7,8 @@ from forgetful import Forgetful
 from reports import look_at, verdict_on
 
 import kmp
-from kmp.callbacks.verdict.not_training import NoSteps
 from kmp.callbacks.verdict.observation import Weight
+from kmp.callbacks.verdict.stalled import NoSteps
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step 0. STALLED", "ignore:Gradients do not exist")
 

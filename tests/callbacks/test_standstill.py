@@ -13,7 +13,7 @@ from reports import look_at
 import kmp
 from kmp.callbacks import GradientHealth
 from kmp.callbacks.verdict.observation import Weight
-from kmp.callbacks.verdict.standstill import FrozenWeights, ZeroGradients
+from kmp.callbacks.verdict.stalled import FrozenWeights, ZeroGradients
 from kmp.health.details import UNMOVED_SHARE, WEIGHT_NORM
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Step", "ignore:float16 without"), pytest.mark.slow]

@@ -8,7 +8,7 @@ from oracle import few
 from reports import look_at
 
 import kmp
-from kmp.callbacks.verdict.huge_batch import UpdateSlowdown
+from kmp.callbacks.verdict.large_steps import UpdateSlowdown
 from kmp.callbacks.verdict.observation import Weight
 from kmp.health.details import BINS, COLUMNS
 

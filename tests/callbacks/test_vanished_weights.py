@@ -6,8 +6,8 @@ import pytest
 from reports import look_at
 
 import kmp
-from kmp.callbacks.verdict.not_training import VanishedWeights
 from kmp.callbacks.verdict.observation import Weight
+from kmp.callbacks.verdict.stalled import VanishedWeights
 from kmp.health.details import BINS, COLUMNS
 
 

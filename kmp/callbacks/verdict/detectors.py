@@ -1,32 +1,39 @@
 """The verdict on a run: each of its causes is a detector, and their order is the priority."""
 
-from kmp.callbacks.verdict.detector import Detector
-from kmp.callbacks.verdict.huge_batch import HugeBatch, SpikeBudget, UpdateSlowdown, told_spikes
-from kmp.callbacks.verdict.large_steps import ExplodingGradients, LargeUpdates, RisenLoss
-from kmp.callbacks.verdict.nonfinite import (
-    ForwardNaN,
-    NonfiniteState,
-    NonfiniteWeights,
-    RuinedVariance,
+from kmp.callbacks.verdict.large_steps import (
+    ExplodingGradients,
+    HugeBatch,
+    LargeUpdates,
+    RisenLoss,
+    SpikeBudget,
+    UpdateSlowdown,
+    told_spikes,
 )
-from kmp.callbacks.verdict.not_training import (
-    NoSteps,
-    NothingToTrain,
-    UnscaledLoss,
-    VanishedWeights,
-)
-from kmp.callbacks.verdict.observation import Observation
-from kmp.callbacks.verdict.overflows import (
+from kmp.callbacks.verdict.loss_scale import (
     AllSkipped,
     BrokenGradients,
     Calibrating,
     Collapsed,
     LostAtFloor,
     OverflowRate,
+    Underflow,
 )
-from kmp.callbacks.verdict.standstill import FrozenWeights, ZeroGradients
+from kmp.callbacks.verdict.nonfinite import (
+    ForwardNaN,
+    NonfiniteState,
+    NonfiniteWeights,
+    RuinedVariance,
+)
+from kmp.callbacks.verdict.observation import Detector, Observation
+from kmp.callbacks.verdict.stalled import (
+    FrozenWeights,
+    NoSteps,
+    NothingToTrain,
+    UnscaledLoss,
+    VanishedWeights,
+    ZeroGradients,
+)
 from kmp.callbacks.verdict.states import Verdict
-from kmp.callbacks.verdict.underflow import Underflow
 
 
 def detectors() -> list[Detector]:

@@ -7,8 +7,7 @@ variance or a slot at inf for good, or at a value that thousands of good batches
 import dataclasses
 import math
 
-from kmp.callbacks.verdict.detector import Detector
-from kmp.callbacks.verdict.observation import Corrupted, Observation
+from kmp.callbacks.verdict.observation import Corrupted, Detector, Observation
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.telemetry import NUM_EVENTS
 

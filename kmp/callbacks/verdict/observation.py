@@ -1,5 +1,6 @@
-"""One look at a training run: what the detectors of a verdict see."""
+"""One look at a training run, and what every detector of a verdict does with it."""
 
+import abc
 import dataclasses
 import functools
 import math
@@ -18,7 +19,7 @@ from kmp._keras.buffers import buffers_of
 from kmp._keras.optimizer import inner_optimizer_of
 from kmp._keras.training import state_of
 from kmp.callbacks.loss_tracker import RECENT, read_losses
-from kmp.callbacks.verdict.states import Limits
+from kmp.callbacks.verdict.states import Limits, Verdict
 from kmp.health.report import GradientReport, OverflowEvent, SpikeEvent
 from kmp.precision.trees import is_float
 from kmp.scaling.inner import highest_rate, weight_decay
@@ -418,3 +419,24 @@ def _has_floats(variable: Any) -> bool:
 def _is_torchs(variable: Any) -> bool:
     """Whether it is the moving variance of one of PyTorch's own batch normalizations."""
     return variable.path.endswith("/running_var")
+
+
+class Detector(abc.ABC):
+    """One cause of a verdict: what it remembers, when it speaks, and its words.
+
+    A detector lives as long as the callback watches the same run, over several calls of `fit`. One
+    that is to begin anew with each of them remembers `look.fit_start`, and asks whether a look has
+    another, as `FrozenWeights` does.
+    """
+
+    @abc.abstractmethod
+    def see(self, look: Observation) -> Verdict | None:
+        """Take in a look; return a verdict if the cause is there.
+
+        Every detector sees every look, also if one before it in the list has spoken.
+        """
+
+
+def named(paths: list[str]) -> str:
+    """The first paths, for a sentence."""
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
