@@ -259,6 +259,7 @@ PRIVATE = {
         _direct_assign _dtype _exclude_from_weight_decay_pattern _fn _initialize
         _maybe_autocast _use_weight_decay
     """,
+    "3.15.0": "_optimizer_map",
 }
 # What a later release no longer has, by that release. Each name stands in one of the two tables:
 # after a rename the new one above, by the release that brought it, and the old one here.

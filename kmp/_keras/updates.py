@@ -66,6 +66,26 @@ def build_by(optimizer: Any, build: Callable[..., None]) -> None:
     optimizer.build = once
 
 
+def build_parts_by(
+    several: Any, build: Callable[[Any, Sequence[Variable]], None], variables: Sequence[Variable]
+) -> None:
+    """Build a `keras.optimizers.MultiOptimizer`; let a function build each part for its variables.
+
+    Private: `_optimizer_map`, which may be a function that makes the parts as it is called; and
+    `_var_key`.
+    """
+    choose = several._optimizer_map
+    chosen = {several._var_key(v): choose(v) for v in variables}
+    parts = {id(x): x for x in chosen.values() if isinstance(x, BaseOptimizer)}
+    for part in parts.values():
+        build_by(part, functools.partial(build, part))
+    several._optimizer_map = lambda v: chosen[several._var_key(v)]
+    try:
+        several.build(variables)
+    finally:
+        several._optimizer_map = choose
+
+
 def build_on_views(
     optimizer: Any,
     variables: Sequence[Variable],

@@ -220,11 +220,8 @@ def build_inner(
 
 
 def _build(inner: Any, views: _ViewMaker, variables: Sequence[Variable]) -> None:
-    parts = getattr(inner, "optimizers", ())
-    if parts:  # `keras.optimizers.MultiOptimizer` builds each of its own, for its variables
-        for part in parts:
-            updates.build_by(part, functools.partial(_build, part, views))
-        inner.build(variables)
+    if hasattr(inner, "optimizers"):  # `keras.optimizers.MultiOptimizer`
+        updates.build_parts_by(inner, lambda part, of_part: _build(part, views, of_part), variables)
         return
     of_weights = [views.of_weight(inner, v) for v in variables]
     make_slot = functools.partial(_make_slot, inner, views)

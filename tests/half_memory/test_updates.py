@@ -409,13 +409,15 @@ def test_an_update_that_raises_leaves_nothing_behind():
     assert np.all(values(run.variables)[0] != before[run.variables[0].path].astype("float32"))
 
 
-def test_several_optimizers_in_one():
-    parts = of_keras("optimizers.MultiOptimizer")(
-        of_keras("optimizers.OptimizerMap")(
-            keras.optimizers.Adam(0.01), {"kernel": keras.optimizers.Lion(0.01)}
-        )
-    )
-    run = run_of(parts, "bfloat16")
+@pytest.mark.parametrize("by", ["map", "function", "function that makes them"])
+def test_several_optimizers_in_one(by):
+    lion, adam = keras.optimizers.Lion(0.01), keras.optimizers.Adam(0.01)
+    choose = {
+        "map": lambda: of_keras("optimizers.OptimizerMap")(adam, {"kernel": lion}),
+        "function": lambda: lambda v: lion if "kernel" in v.path else adam,
+        "function that makes them": lambda: lambda v: keras.optimizers.Adam(0.01),
+    }[by]()
+    run = run_of(of_keras("optimizers.MultiOptimizer")(choose), "bfloat16")
     start = values(run.variables)
     for step in range(3):
         run.step(gradients_of(step))
