@@ -163,6 +163,29 @@ def parts_of(optimizer: Any) -> list[Any]:
     return getattr(inner, "optimizers", None) or [inner]
 
 
+def variables_by_part(
+    optimizer: Any, variables: Sequence[Variable]
+) -> list[tuple[Any, list[Variable]]]:
+    """Each optimizer that updates some of these variables, and which.
+
+    Before a `keras.optimizers.MultiOptimizer` is built, `_optimizer_map` says which, which may make
+    an optimizer for each variable: those that are set alike count as one.
+    """
+    inner = inner_optimizer_of(optimizer)
+    if not hasattr(inner, "optimizers"):
+        return [(inner, list(variables))]
+    parts = [x for x in inner.optimizers if x.built]
+    pairs = [(x, v) for x in parts for v in trainable_variables_of(x)]
+    ids = {id(v) for v in variables}
+    pairs = pairs or [(inner._optimizer_map(v), v) for v in variables]
+    found: dict[tuple[type, str], tuple[Any, list[Variable]]] = {}
+    for part, v in pairs:
+        if id(v) in ids:
+            key = type(part), str(part.get_config() | {"name": ""})
+            found.setdefault(key, (part, []))[1].append(v)
+    return list(found.values())
+
+
 def optimizers_of(model: Any) -> dict[str, Optimizer]:
     """The optimizers of a model by the names of their attributes.
 

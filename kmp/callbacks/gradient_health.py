@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from kmp._keras.optimizer import parts_of
 from kmp.callbacks.alarms import Alarms
 from kmp.callbacks.curves.heat_map import History, picture
 from kmp.callbacks.curves.outlets import ALWAYS, MORE, OF_SPIKES, Outlets, log_numbers
@@ -283,7 +284,7 @@ class GradientHealth(Watcher):
             weights=self._run.weights(layers),
             rule=optimizer.loss_scale,
             limits=self.limits,
-            window=optimizer.gradient_accumulation_steps or 1,
+            window=max(x.gradient_accumulation_steps or 1 for x in parts_of(optimizer)),
             drops_windows=optimizer.on_overflow == "drop_window",
         )
 

@@ -13,7 +13,12 @@ from keras.metrics import MeanMetricWrapper, Metric
 
 from kmp._backend import backend
 from kmp._keras import compile_arguments, function_of, layers_of, path_of, symbolic_outputs
-from kmp._keras.optimizer import is_loss_scale_optimizer, optimizers_of
+from kmp._keras.optimizer import (
+    inner_optimizer_of,
+    is_loss_scale_optimizer,
+    optimizers_of,
+    variables_by_part,
+)
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
 from kmp.models.audit_rules_of_layers import Findings, package_of
@@ -75,40 +80,44 @@ def half_weights(model: Any) -> Findings:
     """
     outer = getattr(model, "optimizer", None)
     memory = _half_memory(outer)
-    optimizer: Any = getattr(outer, "inner_optimizer", outer)
-    name = type(optimizer).__name__
-    if name not in _STEPS_OF_THE_RATE or package_of(optimizer) != "keras":
-        return
+    inner = inner_optimizer_of(outer)
+    written = "MultiOptimizer(...)" if hasattr(inner, "optimizers") else type(inner).__name__
     for dtype in HALF_DTYPES:
         half = [v for v in model.trainable_variables if v.dtype == dtype]
-        if memory is not None and memory.moves_rarely(dtype):
+        if not half or (memory is not None and memory.moves_rarely(dtype)):
             continue
         advice = (
-            f"Compile with kmp.scaled({name}, master_weights=True), or keep the weights in float32:"
-            f' build the model under "mixed_{dtype}".'
+            f"Compile with kmp.scaled({written}, master_weights=True), or keep the weights in "
+            f'float32: build the model under "mixed_{dtype}".'
         )
-        if (
-            half
-            and memory is None
-            and name in _CORRECTION
-            and _rounded(optimizer.beta_2, dtype) == 1
-        ):
-            yield (
-                half[-1].path,
-                f"{len(half)} variables are in {dtype}, in which {name}'s beta_2="
-                f"{optimizer.beta_2:g} is 1: its bias correction {_CORRECTION[name]}.",
-                advice,
-            )
-        elif half and name != "Lamb":  # whose steps grow with the weights
-            rate = float(optimizer.learning_rate)
-            still = _share_that_stands_still(half, dtype, rate)
-            if still > _TOLERATED_STANDSTILL:
-                yield (
-                    half[-1].path,
-                    f"{len(half)} variables are in {dtype}, and {still:.0%} of their weights are "
-                    f"so large that a step of {name}, learning rate {rate:g}, is rounded away.",
-                    advice,
-                )
+        for optimizer, variables in variables_by_part(inner, half):
+            problem = _problem_of_half_weights(optimizer, variables, dtype, memory is not None)
+            if problem:
+                yield variables[-1].path, problem, advice
+
+
+def _problem_of_half_weights(
+    optimizer: Any, variables: list[Any], dtype: str, in_float32: bool
+) -> str | None:
+    """What keeps an optimizer, which may compute in float32, from moving half weights."""
+    name = type(optimizer).__name__
+    if name not in _STEPS_OF_THE_RATE or package_of(optimizer) != "keras":
+        return None
+    if not in_float32 and name in _CORRECTION and _rounded(optimizer.beta_2, dtype) == 1:
+        return (
+            f"{len(variables)} variables are in {dtype}, in which {name}'s beta_2="
+            f"{optimizer.beta_2:g} is 1: its bias correction {_CORRECTION[name]}."
+        )
+    if name == "Lamb":  # whose steps grow with the weights
+        return None
+    rate = float(optimizer.learning_rate)
+    still = _share_that_stands_still(variables, dtype, rate)
+    if still <= _TOLERATED_STANDSTILL:
+        return None
+    return (
+        f"{len(variables)} variables are in {dtype}, and {still:.0%} of their weights are so large "
+        f"that a step of {name}, learning rate {rate:g}, is rounded away."
+    )
 
 
 def _half_memory(optimizer: Any) -> HalfMemory | None:

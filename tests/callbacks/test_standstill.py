@@ -124,6 +124,16 @@ def test_looks_at_micro_batches_that_move_nothing(rate, epochs):
     assert found.state == "STALLED" and f"the learning rate is {rate:g}" in found.reason
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_looks_between_updates_of_many_micro_batches(several):
+    """No look sees a step that moves weights, and they move all the same."""
+    optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=64)
+    if several:
+        optimizer = of_keras("optimizers.MultiOptimizer")(lambda v, sgd=optimizer: sgd)
+    found = watched_run(kmp.scaled(optimizer)).verdict
+    assert found.state == "HEALTHY", str(found)
+
+
 @pytest.mark.parametrize("rate", [0.0, 1e-9])
 def test_steps_that_were_skipped_before_a_look_hide_nothing(rate):
     optimizer = kmp.scaled("adam", kmp.DynamicLossScale(2.0**24), learning_rate=rate)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from audited import CROSSENTROPY, Masked, float16, kinds_of, model_of  # noqa: F401
 from keras import layers
+from older import of_keras
 from oracle import BACKEND, few
 
 import kmp
@@ -242,6 +243,36 @@ def test_half_weights_whose_steps_are_rounded_away(kind, policy):
     assert np.array_equal(before[0], model.get_weights()[0])
     optimizer.learning_rate = 0.1
     assert kmp.audit(model).of_kind("half weights") == ()
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_half_weights_of_some_of_several_optimizers(is_built):
+    """Adam does not move the kernels; SGD moves the biases. What the advice says moves both."""
+    keras.config.set_dtype_policy("bfloat16")
+    adam, sgd = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.01)
+    several = of_keras("optimizers.MultiOptimizer")(lambda v: adam if "kernel" in v.path else sgd)
+    model = model_of(layers.Dense(8), layers.Dense(8), loss="mse", optimizer=several)
+    if is_built:
+        several.build(model.trainable_variables)
+    (finding,) = kmp.audit(model).of_kind("half weights")
+    assert "2 variables are in bfloat16, in which Adam's beta_2" in finding.problem
+    assert finding.path == model.layers[-1].kernel.path
+    assert "kmp.scaled(MultiOptimizer(...), master_weights=True)" in finding.advice
+    adam, sgd = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.01)
+    several = keras.optimizers.MultiOptimizer(lambda v: adam if "kernel" in v.path else sgd)
+    model.compile(kmp.scaled(several, master_weights=True), "mse")
+    before = model.get_weights()
+    model.fit(np.ones((8, 8)), np.ones((8, 8)), verbose=0)
+    assert not any(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+    assert "half weights" not in kinds_of(model)
+
+
+def test_half_weights_of_an_optimizer_for_each_variable():
+    keras.config.set_dtype_policy("bfloat16")
+    several = of_keras("optimizers.MultiOptimizer")(lambda v: keras.optimizers.Adam())
+    model = model_of(layers.Dense(8), layers.Dense(8), loss="mse", optimizer=several)
+    (finding,) = kmp.audit(model).of_kind("half weights")
+    assert "4 variables" in finding.problem
 
 
 def test_half_weights_that_move():

@@ -160,7 +160,8 @@ class Observation:
         weights: the trainable variables by their paths.
         rule: the loss-scaling strategy.
         limits: where the verdict turns.
-        window: micro-batches that gradient accumulation makes one update of.
+        window: micro-batches that gradient accumulation makes one update of, or the most of them if
+            several optimizers differ.
         drops_windows: whether one overflow discards a whole window of gradient accumulation.
     """
 
@@ -183,7 +184,7 @@ class Observation:
         """Whether an epoch has ended. All state is read then, which is too large otherwise."""
         return self.losses is not None
 
-    @property
+    @functools.cached_property
     def dynamic(self) -> DynamicLossScale | None:
         """The loss-scaling strategy if it is kmp's dynamic one."""
         return dynamic(self.rule)
