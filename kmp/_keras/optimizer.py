@@ -157,6 +157,11 @@ def inner_optimizer_of(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def is_several(optimizer: Any) -> bool:
+    """Whether it is a `keras.optimizers.MultiOptimizer`, which older versions of Keras lack."""
+    return hasattr(inner_optimizer_of(optimizer), "optimizers")
+
+
 def parts_of(optimizer: Any) -> list[Any]:
     """Those that update: the inner one, or those in a `keras.optimizers.MultiOptimizer`."""
     inner = inner_optimizer_of(optimizer)
@@ -172,7 +177,7 @@ def variables_by_part(
     an optimizer for each variable: those that are set alike count as one.
     """
     inner = inner_optimizer_of(optimizer)
-    if not hasattr(inner, "optimizers"):
+    if not is_several(inner):
         return [(inner, list(variables))]
     parts = [x for x in inner.optimizers if x.built]
     pairs = [(x, v) for x in parts for v in trainable_variables_of(x)]

@@ -10,7 +10,7 @@ from keras.optimizers import Optimizer
 from kmp._backend import backend
 from kmp._backend.random_states import RandomStates
 from kmp._common import number, warn, whole_number
-from kmp._keras.optimizer import inner_optimizer_of
+from kmp._keras.optimizer import is_several
 from kmp.callbacks.loss_tracker import RECENT
 from kmp.callbacks.lr_range import draw, has_diverged, smooth, steepest
 from kmp.callbacks.lr_sweep import SweptModel
@@ -160,7 +160,7 @@ class LearningRateFinder(keras.callbacks.Callback):
                 f"Received: optimizer={getattr(model, 'optimizer', None)!r}. Write "
                 'model.compile(kmp.scaled("adam"), ...).'
             )
-        if hasattr(inner_optimizer_of(model.optimizer), "optimizers"):
+        if is_several(model.optimizer):
             raise ValueError(
                 "LearningRateFinder sweeps one learning rate, and a MultiOptimizer has one for "
                 f"each part. Received: optimizer={model.optimizer!r}. Compile with one optimizer "

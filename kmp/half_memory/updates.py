@@ -19,7 +19,7 @@ from kmp._backend import backend
 from kmp._backend.types import Gradient, Tensor, Variable
 from kmp._common import checked_choice, warn
 from kmp._keras import updates
-from kmp._keras.optimizer import accumulators_by_row, steps_of
+from kmp._keras.optimizer import accumulators_by_row, is_several, steps_of
 from kmp.half_memory.blocks import Block, Member, blocks_of
 from kmp.half_memory.rounding import Draw
 from kmp.half_memory.slots import SCALES, code_of, first_value, groups_for
@@ -220,7 +220,7 @@ def build_inner(
 
 
 def _build(inner: Any, views: _ViewMaker, variables: Sequence[Variable]) -> None:
-    if hasattr(inner, "optimizers"):  # `keras.optimizers.MultiOptimizer`
+    if is_several(inner):
         updates.build_parts_by(inner, lambda part, of_part: _build(part, views, of_part), variables)
         return
     of_weights = [views.of_weight(inner, v) for v in variables]

@@ -16,6 +16,7 @@ from kmp._keras import compile_arguments, function_of, layers_of, path_of, symbo
 from kmp._keras.optimizer import (
     inner_optimizer_of,
     is_loss_scale_optimizer,
+    is_several,
     optimizers_of,
     variables_by_part,
 )
@@ -81,7 +82,7 @@ def half_weights(model: Any) -> Findings:
     outer = getattr(model, "optimizer", None)
     memory = _half_memory(outer)
     inner = inner_optimizer_of(outer)
-    written = "MultiOptimizer(...)" if hasattr(inner, "optimizers") else type(inner).__name__
+    written = "MultiOptimizer(...)" if is_several(inner) else type(inner).__name__
     for dtype in HALF_DTYPES:
         half = [v for v in model.trainable_variables if v.dtype == dtype]
         if not half or (memory is not None and memory.moves_rarely(dtype)):

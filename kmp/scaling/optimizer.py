@@ -123,7 +123,7 @@ class LossScaleOptimizer(WrapsInner):
         self._initial_state = functools.partial(kind, *state)
         self.dynamic_growth_steps = getattr(rule, "growth_interval", None)
         self.on_overflow = checked_choice("on_overflow", on_overflow, ON_OVERFLOW)
-        if on_overflow == "drop_window" and hasattr(inner_optimizer, "optimizers"):
+        if on_overflow == "drop_window" and keras_optimizer.is_several(inner_optimizer):
             raise ValueError(
                 "on_overflow='drop_window' discards a window of one optimizer's accumulation, and "
                 f"each part of a MultiOptimizer has its own. Received: {inner_optimizer!r}. Leave "

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kmp._keras.optimizer import is_several
 from kmp.callbacks.curves.charts import DESCRIPTIONS, LAYOUT, SPIKES
 from kmp.callbacks.curves.heat_map import History, heat_map
 from kmp.callbacks.verdict.states import Verdict
@@ -162,8 +163,8 @@ def settings_of(model: Any, optimizer: Any) -> dict[str, float | str]:
     """
     inner = optimizer.inner_optimizer
     rate = inner.get_config().get("learning_rate")
-    if hasattr(inner, "optimizers"):
-        rate = "several"  # of a MultiOptimizer
+    if is_several(inner):
+        rate = "several"
     elif isinstance(rate, numbers.Real):
         rate = float(f"{float(rate):.6g}")  # 0.001, which float32 keeps as 0.0010000000474974513
     elif isinstance(rate, Mapping):
