@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from older import of_keras
 from oracle import BACKEND, MODES, Run, compiled, few, number
 
 import kmp
@@ -411,6 +412,12 @@ def fit_twice(optimizer):
 
 def test_a_second_fit_with_averaged_weights():
     assert fit_twice(kmp.scaled("adam", use_ema=True)) == 2
+
+
+def test_a_second_fit_with_averaged_weights_of_one_of_several_optimizers():
+    adam, sgd = k.Adam(use_ema=True), k.SGD()
+    several = of_keras("optimizers.MultiOptimizer")(lambda v: adam if "kernel" in v.path else sgd)
+    assert fit_twice(kmp.scaled(several)) == 2
 
 
 @pytest.mark.only("jax")

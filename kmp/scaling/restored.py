@@ -14,7 +14,7 @@ from keras import ops
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
 from kmp._common import warn
-from kmp._keras.optimizer import accumulators_of
+from kmp._keras.optimizer import accumulators_of, parts_of
 from kmp.half_memory import MASTER
 from kmp.health.measure import L2_NORM
 from kmp.precision.trees import is_float
@@ -92,8 +92,8 @@ def slots_by_path(optimizer: Any) -> dict[str, list[Variable]]:
     Without accumulators, which are zero now and then, and masters, which never are.
     """
     inner = optimizer.inner_optimizer
-    accumulators = accumulators_of(inner) if inner.gradient_accumulation_steps else []
-    left_out = {id(x) for x in accumulators}
+    accumulating = [x for x in parts_of(inner) if x.built and x.gradient_accumulation_steps]
+    left_out = {id(x) for part in accumulating for x in accumulators_of(part)}
     prefixes = {path.replace("/", "_") + "_": path for path in optimizer.variable_paths}
     found: dict[str, list[Variable]] = {}
     for slot in inner.variables:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from older import of_keras
 
 import kmp
 
@@ -191,6 +192,17 @@ def test_nothing_is_said_of_what_is_meant(prepare, is_built):
 def test_nothing_is_said_of_a_whole_state(optimizer, arguments):
     def made():
         return make_model(optimizer=kmp.scaled(optimizer, learning_rate=0.1, **arguments))
+
+    restored = build(made())
+    restored.set_state_tree(tree_of(train(made())))
+    train(restored)
+
+
+def test_nothing_is_said_of_one_of_several_optimizers_whose_window_is_empty():
+    def made():
+        sgd = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        several = of_keras("optimizers.MultiOptimizer")(lambda v: sgd)
+        return make_model(optimizer=kmp.scaled(several))
 
     restored = build(made())
     restored.set_state_tree(tree_of(train(made())))
