@@ -5,6 +5,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
+from older import of_keras
 from replicas import OVERFLOWS, Run, gradients, mirrored, no_merge_call
 
 import kmp
@@ -62,6 +63,27 @@ def test_clipping_sees_the_reduced_gradient(clip, replicas):
     # |(3, -4)| = 5: clipped by norm to 0.25 * (3, -4) / 5, by value to 0.125 * (1, -1).
     expected = [-0.125, 0.125] if "clipvalue" in clip else [-0.15, 0.2]
     np.testing.assert_allclose(moved, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("merge", [True, False], ids=["merge", "no_merge"])
+def test_parts_of_several_optimizers_do_not_sum_again(merge):
+    """SGD's step is as long as the gradient: with a second sum it would be twice as long."""
+    several_of = of_keras("optimizers.MultiOptimizer")
+
+    def make():
+        sgd = keras.optimizers.SGD(0.5)  # which notes the strategy
+        return kmp.LossScaleOptimizer(several_of(lambda v: sgd), initial_scale=1024)
+
+    strategy = mirrored(2)
+    with contextlib.nullcontext() if merge else no_merge_call(strategy):
+        run = Run(strategy, make)
+        for overflow in ("none", "last"):
+            run.step(gradients(2, overflow))
+            for weights in run.on_each_replica(run.variable):
+                np.testing.assert_array_equal(weights, np.float32([0.75, 2.125]))
+    several = run.optimizer.inner_optimizer
+    for each in (several, *several.optimizers):
+        assert "_all_reduce_sum_gradients" not in vars(each)
 
 
 SETTINGS = {

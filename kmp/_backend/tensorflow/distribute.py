@@ -118,20 +118,25 @@ class _MergedReplicas(_Knowing):
 def reduced_already(inner: Any) -> Iterator[None]:
     """Within, a Keras optimizer does not sum the gradients over the replicas a second time.
 
+    Nor do those in a `keras.optimizers.MultiOptimizer`, each of which would for its own variables.
     Keras sums right before the update, after clipping has seen the gradients of one replica.
     Afterwards the optimizer is as it was, for it may be used without loss scaling too. Each
     replica is a thread of its own: the last one to leave puts the optimizer's own method back.
     """
+    those_that_sum = [inner, *getattr(inner, "optimizers", ())]
     with _lock:
         _replicas_within[id(inner)] += 1
-        inner._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
+        for each in those_that_sum:
+            each._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
     try:
         yield
     finally:
         with _lock:
             _replicas_within[id(inner)] -= 1
             if not _replicas_within[id(inner)]:
-                del _replicas_within[id(inner)], inner._all_reduce_sum_gradients
+                del _replicas_within[id(inner)]
+                for each in those_that_sum:
+                    del each._all_reduce_sum_gradients
 
 
 def merges_replicas() -> bool:
