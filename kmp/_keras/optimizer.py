@@ -162,6 +162,15 @@ def is_several(optimizer: Any) -> bool:
     return hasattr(inner_optimizer_of(optimizer), "optimizers")
 
 
+def chooses_by_function(optimizer: Any) -> bool:
+    """`_optimizer_map`: whether a function says which part of a MultiOptimizer takes a variable.
+
+    It may return the same optimizers each time, or new ones. An `OptimizerMap` is like a dict.
+    """
+    inner = inner_optimizer_of(optimizer)
+    return is_several(inner) and not hasattr(inner._optimizer_map, "values")
+
+
 def parts_of(optimizer: Any) -> list[Any]:
     """Those that update: the inner one, or those in a `keras.optimizers.MultiOptimizer`."""
     inner = inner_optimizer_of(optimizer)

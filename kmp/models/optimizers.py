@@ -9,6 +9,7 @@ from kmp._backend.types import Tensor
 from kmp._common import warn
 from kmp._keras import replace_optimizer
 from kmp._keras.optimizer import (
+    chooses_by_function,
     inner_optimizer_of,
     is_loss_scale_optimizer,
     optimizers_of,
@@ -75,12 +76,16 @@ class Rebuilding:
     Attributes:
         exact: float32 values of the weights that have remainders or masters, or will have, by
             their ids.
+
+    Raises:
+        ValueError: if one that has state cannot be made anew. The model stays as it was.
     """
 
     def __init__(self, model: Any, policy: Policy):
         self._model, self._policy = model, policy
         self._optimizers = optimizers_of(model)
         built = {name: x for name, x in self._optimizers.items() if x.built}
+        self._anew = {name: _made_anew(inner_optimizer_of(x)) for name, x in built.items()}
         # On TensorFlow a variable is another one, to its optimizer, once its dtype has changed.
         self._excluded = {
             name: [excluded_from_weight_decay(each) for each in _with_parts(x)]
@@ -115,7 +120,7 @@ class Rebuilding:
         if not optimizer.built and (by_kmp or not half):
             return optimizer
         if optimizer.built:
-            inner = type(inner).from_config(inner.get_config())
+            inner = self._anew[name]
             for each, which in zip(_with_parts(inner), self._excluded[name], strict=True):
                 each.exclude_from_weight_decay(**which)
         if by_kmp:
@@ -125,6 +130,24 @@ class Rebuilding:
         # Nobody else is known to scale the loss of an optimizer that `compile` was not given.
         scales = name == "optimizer" and self._policy.compute_dtype == "float16"
         return LossScaleOptimizer(inner, loss_scale="dynamic" if scales else "none")
+
+
+def _made_anew(inner: Any) -> Any:
+    """A new optimizer of the same settings."""
+    needed = "The optimizer has state, and must be made anew for weights of another dtype"
+    if chooses_by_function(inner):  # which may return the old parts
+        raise ValueError(
+            f"{needed}. Received: {inner!r}, whose parts a function chooses. Choose them by a "
+            "keras.optimizers.OptimizerMap instead, or convert the model before it trains."
+        )
+    try:
+        return type(inner).from_config(inner.get_config())
+    except Exception as error:
+        raise ValueError(
+            f"{needed}, from its config. Received: {inner!r}, which fails with "
+            f"{type(error).__name__}: {error} Give it a get_config() that its constructor takes, "
+            "or convert the model before it trains."
+        ) from error
 
 
 def _with_parts(optimizer: Any) -> list[Any]:

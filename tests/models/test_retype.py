@@ -176,6 +176,46 @@ def test_a_multi_optimizer_is_built_anew():
     assert np.isfinite(fit(model)).all()
 
 
+def test_an_optimizer_that_cannot_be_made_anew_is_refused_before_anything_changes():
+    model = model_of(epochs=0)
+    rest, head = keras.optimizers.SGD(0.1, momentum=0.9), Adam(0.01)
+    by_function = keras.optimizers.MultiOptimizer(lambda v: head if v.shape[-1] == 10 else rest)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(kmp.scaled(by_function, loss_scale="none"), loss)
+    fit(model)
+    before = values(model.variables), values(slots(model))
+    with pytest.raises(
+        ValueError, match=r"(?s)made anew.*MultiOptimizer.*OptimizerMap instead, or"
+    ):
+        kmp.to_mixed_precision(model, "bfloat16")
+    assert_equal(values(model.variables), before[0])
+    assert_equal(values(slots(model)), before[1])
+    assert np.isfinite(fit(model)).all()
+    # What it says: a map, as in the test above, or before the model trains.
+    model.compile(kmp.scaled(keras.optimizers.MultiOptimizer(lambda v: Adam(0.01))), loss)
+    kmp.to_mixed_precision(model, "bfloat16")
+    assert np.isfinite(fit(model)).all()
+
+
+class OfTwo(keras.optimizers.SGD):
+    """Its config lacks what its constructor needs."""
+
+    def __init__(self, second, **arguments):
+        super().__init__(0.1, **arguments)
+
+
+def test_an_optimizer_without_a_sound_config_is_refused_before_anything_changes():
+    model = model_of(epochs=0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(kmp.scaled(OfTwo(2.0), loss_scale="none"), loss)
+    fit(model)
+    before = values(model.variables)
+    with pytest.raises(ValueError, match=r"(?s)made anew.*TypeError.*second.*Give it a get_config"):
+        kmp.to_mixed_precision(model, "bfloat16")
+    assert_equal(values(model.variables), before)
+    assert np.isfinite(fit(model)).all()
+
+
 @pytest.mark.parametrize("name", few(["kmp", "masters", "dynamic"], "kmp"))
 def test_a_file_goes_on_bit_for_bit(name, tmp_path):
     model = model_of(name)
