@@ -118,7 +118,8 @@ class WrapsInner(BaseLossScaleOptimizer):
         """At the end of `fit`: write the moving averages of the weights, if any, into them."""
         self.inner_optimizer.finalize_variable_values(var_list)
         for part in parts_of(self.inner_optimizer):
-            own_the_averages(part)
+            if part.built:
+                own_the_averages(part)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Keep variables from weight decay; see `keras.optimizers.Optimizer`."""
