@@ -22,7 +22,12 @@ from kmp._keras.blocks import (
     recompute_only,
     recomputed_in,
 )
-from kmp._keras.optimizer import inner_optimizer_of
+from kmp._keras.optimizer import (
+    chooses_by_function,
+    inner_optimizer_of,
+    is_several,
+    parts_of,
+)
 from kmp._keras.segments import Segment
 from kmp._keras.training import build_for_training, check_compiled, notes_placements
 from kmp.debug.memory import state_bytes
@@ -366,16 +371,15 @@ class _Planner:
         """
         sums = sum(v.value.nbytes for v in self._model.trainable_variables)
         whole, groups = step.bytes + sums, self._groups[: step.blocks]
-        inner = inner_optimizer_of(self._optimizer)
         size = samples = _samples(x)
         a_sample = 0.0
         while size > 1:
             size //= 2
             if whole - a_sample * (samples - size) > budget and size > 1 and a_sample:
                 continue
-            number = round(samples / size) * (inner.gradient_accumulation_steps or 1)
+            other = _accumulating(self._optimizer, round(samples / size), self._model)
             try:
-                self._model.optimizer = _accumulating(self._optimizer, number, self._model)
+                self._model.optimizer = other
                 found = self._compile(groups, *_first((x, y), size)).bytes
             except Exception as error:  # a loss, or an Input, that is written for one size
                 return (
@@ -389,7 +393,7 @@ class _Planner:
                 calls += [self.call] if groups else []
                 also = f" with {' and '.join(calls)}" if calls else ""
                 return (
-                    f"A batch of {size} with gradient_accumulation_steps={number} fits{also}, at "
+                    f"A batch of {size} with {_accumulation_of(other)} fits{also}, at "
                     f"{_gigabytes(found)} by XLA. Except for batch statistics, the updates are "
                     "those of this batch."
                 )
@@ -429,12 +433,20 @@ def _with_memory(model: keras.Model, memory: HalfMemory) -> LossScaleOptimizer:
     return other
 
 
-def _accumulating(optimizer: Any, number: int, model: keras.Model) -> Any:
-    """An optimizer for a model like this one, which applies the mean of `number` gradients."""
+def _accumulating(optimizer: Any, times: int, model: keras.Model) -> Any:
+    """An optimizer for a model like this one, which accumulates as many times more gradients."""
     other = type(optimizer).from_config(optimizer.get_config())
-    inner_optimizer_of(other).gradient_accumulation_steps = number
+    for part in parts_of(other):
+        part.gradient_accumulation_steps = times * (part.gradient_accumulation_steps or 1)
     other.build(model.trainable_variables)
     return other
+
+
+def _accumulation_of(optimizer: Any) -> str:
+    """What to write, so that an optimizer accumulates as this one does."""
+    numbers = sorted({part.gradient_accumulation_steps for part in parts_of(optimizer)})
+    where = " in its optimizers" if is_several(optimizer) else ""
+    return f"gradient_accumulation_steps={' and '.join(map(str, numbers))}{where}"
 
 
 def _state(model: keras.Model, memory: HalfMemory | None) -> int:
@@ -532,6 +544,12 @@ def _check(model: Any, device: Any) -> None:
             "and cannot be compiled for a device that is not here. Received: Keras "
             f"{keras.__version__}. Plan where pip install 'keras>=3.12' has run; kmp.recompute "
             "then saves memory under any version."
+        )
+    if chooses_by_function(model.optimizer):
+        raise ValueError(
+            "memory_plan makes other optimizers like the model's from its config. Received: "
+            f"{inner_optimizer_of(model.optimizer)!r}, whose parts a function chooses. Choose them "
+            "by a keras.optimizers.OptimizerMap instead."
         )
     if device not in (None, *backend.planned_devices) and not hasattr(device, "platform"):
         names = ", ".join(map(repr, backend.planned_devices))

@@ -6,6 +6,7 @@ import types
 import keras
 import numpy as np
 import pytest
+from older import of_keras
 
 import kmp
 from kmp._backend import backend
@@ -249,6 +250,44 @@ def test_the_smaller_batch_fits_with_the_sum_of_the_gradients(planned, accumulat
     build_for_training(other, X, X)
     found = planned(other, X[:2], X[:2]).bytes
     assert found <= budget and f"at {found / 1e9:.3g} GB by XLA" in advice
+
+
+def several(body, head):
+    """Two optimizers, one for the kernels and one for the rest."""
+    choose = of_keras("optimizers.OptimizerMap")(head, {".*kernel": body})
+    return keras.optimizers.MultiOptimizer(choose)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [(None, 4, "=4 in its optimizers"), (3, 12, "=4 and 12 in its optimizers")],
+)
+def test_each_of_several_optimizers_sums_the_gradients(planned, before, after, said):
+    def make(first, second):
+        model = make_model(blocks=1)
+        parts = keras.optimizers.SGD(), keras.optimizers.SGD()
+        for part, number in zip(parts, (first, second), strict=True):
+            part.gradient_accumulation_steps = number
+        model.compile(kmp.scaled(several(*parts)), "mse")
+        build_for_training(model, X, X)
+        return model
+
+    planned.saves = lambda model: -(10**6)
+    model, followed = make(before, None), make(after, 4)
+    budget = planned(followed, X[:2], X[:2]).bytes
+    advice = plan_of(model, budget).advice[0]
+    assert f"A batch of 2 with gradient_accumulation_steps{said} fits, at" in advice
+    assert f"at {budget / 1e9:.3g} GB by XLA" in advice
+
+
+def test_an_optimizer_whose_parts_a_function_chooses_is_refused(planned):
+    sgd = keras.optimizers.SGD()
+    model = make_model(1)
+    model.compile(kmp.scaled(of_keras("optimizers.MultiOptimizer")(lambda v: sgd)), "mse")
+    with pytest.raises(ValueError, match=r"whose parts a function.*OptimizerMap instead"):
+        plan_of(model, 1e9)
+    model.compile(kmp.scaled(several(sgd, sgd)), "mse")
+    assert plan_of(model, 1e9).fits
 
 
 def test_a_smaller_batch_without_targets(planned, monkeypatch):
