@@ -204,6 +204,11 @@ class OfTwo(keras.optimizers.SGD):
         super().__init__(0.1, **arguments)
 
 
+class OfTwoWithConfig(OfTwo):
+    def get_config(self):
+        return {"second": 2.0}
+
+
 def test_an_optimizer_without_a_sound_config_is_refused_before_anything_changes():
     model = model_of(epochs=0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -213,6 +218,15 @@ def test_an_optimizer_without_a_sound_config_is_refused_before_anything_changes(
     with pytest.raises(ValueError, match=r"(?s)made anew.*TypeError.*second.*Give it a get_config"):
         kmp.to_mixed_precision(model, "bfloat16")
     assert_equal(values(model.variables), before)
+    assert np.isfinite(fit(model)).all()
+    # What it says: a sound config, or before the model trains.
+    model.compile(kmp.scaled(OfTwoWithConfig(2.0), loss_scale="none"), loss)
+    fit(model)
+    kmp.to_mixed_precision(model, "bfloat16")
+    assert np.isfinite(fit(model)).all()
+    model = model_of(epochs=0)
+    model.compile(kmp.scaled(OfTwo(2.0), loss_scale="none"), loss)
+    kmp.to_mixed_precision(model, "bfloat16")
     assert np.isfinite(fit(model)).all()
 
 
