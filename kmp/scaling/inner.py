@@ -10,6 +10,7 @@ from kmp._backend.types import Tensor, Variable
 from kmp._keras.optimizer import (
     BaseLossScaleOptimizer,
     accumulators_of,
+    is_several,
     own_the_averages,
     parts_of,
     rate_of_last_step,
@@ -181,9 +182,9 @@ def learning_rates(optimizer: Any) -> dict[str, float]:
     {'learning_rate': 0.5}
     """
     inner = optimizer.inner_optimizer
-    parts = getattr(inner, "optimizers", None)
-    named = {f"learning_rate_{part.name}": part for part in parts or ()} or {"learning_rate": inner}
-    return {name: _rate(each) for name, each in named.items()}
+    if not is_several(inner):
+        return {"learning_rate": _rate(inner)}
+    return {f"learning_rate_{part.name}": _rate(part) for part in parts_of(inner)}
 
 
 def highest_rate(optimizer: Any, paths: Collection[str]) -> float:
