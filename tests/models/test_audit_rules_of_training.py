@@ -251,12 +251,13 @@ def test_half_weights_of_some_of_several_optimizers(is_built):
     keras.config.set_dtype_policy("bfloat16")
     adam, sgd = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.01)
     several = of_keras("optimizers.MultiOptimizer")(lambda v: adam if "kernel" in v.path else sgd)
-    model = model_of(layers.Dense(8), layers.Dense(8), loss="mse", optimizer=several)
+    head = layers.Dense(8, dtype="float32")  # no half weights, and Adam's as well
+    model = model_of(layers.Dense(8), layers.Dense(8), head, loss="mse", optimizer=several)
     if is_built:
         several.build(model.trainable_variables)
     (finding,) = kmp.audit(model).of_kind("half weights")
     assert "2 variables are in bfloat16, in which Adam's beta_2" in finding.problem
-    assert finding.path == model.layers[-1].kernel.path
+    assert finding.path == model.layers[-2].kernel.path
     assert "kmp.scaled(MultiOptimizer(...), master_weights=True)" in finding.advice
     adam, sgd = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.01)
     several = keras.optimizers.MultiOptimizer(lambda v: adam if "kernel" in v.path else sgd)
@@ -273,6 +274,10 @@ def test_half_weights_of_an_optimizer_for_each_variable():
     model = model_of(layers.Dense(8), layers.Dense(8), loss="mse", optimizer=several)
     (finding,) = kmp.audit(model).of_kind("half weights")
     assert "4 variables" in finding.problem
+    several.build(model.trainable_variables)
+    for part in several.optimizers:  # those in use count, not what the function would make now
+        part.beta_2, part.learning_rate = 0.9, 0.5
+    assert kmp.audit(model).of_kind("half weights") == ()
 
 
 def test_half_weights_that_move():
