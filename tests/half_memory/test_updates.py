@@ -424,6 +424,7 @@ def test_several_optimizers_in_one(by):
     for a, b in zip(values(run.variables), start, strict=True):
         assert np.mean(a != b) > 0.9
     assert {v.dtype for v in slots_of(run).values()} == {"bfloat16"}
+    assert run.inner._optimizer_map is choose  # as for `get_config`
 
 
 @pytest.mark.parametrize(
