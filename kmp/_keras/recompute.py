@@ -18,7 +18,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from kmp._keras import without_autocast
-from kmp._keras.buffers import kept_buffers
+from kmp._keras.training import kept_buffers
 
 Tensor: TypeAlias = Any
 Tree: TypeAlias = Any  # nested lists, tuples and dicts of tensors

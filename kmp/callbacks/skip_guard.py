@@ -10,9 +10,8 @@ from keras.layers import BatchNormalization, SpectralNormalization
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import layers_of
-from kmp._keras.buffers import Buffer, still_there
 from kmp._keras.optimizer import is_loss_scale_optimizer
-from kmp._keras.training import metrics_of, state_of
+from kmp._keras.training import Buffer, metrics_of, state_of, still_there
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.precision.trees import is_float
 from kmp.scaling.optimizer import LossScaleOptimizer

@@ -8,7 +8,6 @@ from keras import ops
 from kmp._backend import backend
 from kmp._backend.types import Variable
 from kmp._keras import layers_of
-from kmp._keras.buffers import Buffer, buffers_of, still_there
 from kmp._keras.optimizer import (
     inner_optimizer_of,
     is_loss_scale_optimizer,
@@ -16,6 +15,7 @@ from kmp._keras.optimizer import (
     parts_of,
     steps_of,
 )
+from kmp._keras.training import Buffer, buffers_of, still_there
 from kmp.precision.trees import all_finite, as_number
 from kmp.scaling.optimizer import LossScaleOptimizer
 from kmp.scaling.rules import DynamicLossScale, dynamic

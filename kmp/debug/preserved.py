@@ -12,8 +12,8 @@ from kmp._backend import backend
 from kmp._backend.kept_variables import KeptVariables
 from kmp._backend.random_states import RandomStates
 from kmp._keras import layers_of, path_of
-from kmp._keras.buffers import kept_buffers
 from kmp._keras.state import fresh_loss, kept_called, kept_losses
+from kmp._keras.training import kept_buffers
 
 
 class Preserved:

@@ -15,9 +15,8 @@ from keras.layers import BatchNormalization, InputLayer
 from kmp._backend import backend
 from kmp._backend.types import Tensor
 from kmp._keras import layers_of, own_weights, path_of
-from kmp._keras.buffers import buffers_of
 from kmp._keras.optimizer import inner_optimizer_of
-from kmp._keras.training import state_of
+from kmp._keras.training import buffers_of, state_of
 from kmp.callbacks.loss_tracker import RECENT, read_losses
 from kmp.callbacks.verdict.states import Limits, Verdict
 from kmp.health.report import GradientReport, OverflowEvent, SpikeEvent
