@@ -1,6 +1,7 @@
 """The JAX side of `kmp._backend`."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,13 +10,14 @@ import jax
 import keras
 import numpy as np
 from jax import numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from keras import ops
 
 from kmp._backend.base import Backend
 from kmp._backend.jax.cards import NAMES, compiled_for, device_of
 from kmp._backend.jax.programs import operations
 from kmp._backend.jax.sharding import MeshSharding
-from kmp._backend.jax.targets import PER_TARGET
 from kmp._backend.jax.updates import decision, update_by_mask
 from kmp._backend.sharding import UNSHARDED, Sharding
 from kmp._backend.types import (
@@ -61,7 +63,7 @@ class JaxBackend(Backend):
         if not any(isinstance(x, jax.core.Tracer) for x in tensors):
             return function(jax.default_backend(), *tensors)
         tensors = tuple(map(jnp.asarray, tensors))
-        return PER_TARGET.bind(*tensors, function=function, shapes=tuple(shapes))
+        return _PER_TARGET.bind(*tensors, function=function, shapes=tuple(shapes))
 
     def sharding(self, layouts: Sequence[Any]) -> Sharding:
         return MeshSharding(layouts) if layouts else UNSHARDED
@@ -415,6 +417,63 @@ class _HostShards(NamedTuple):
 
 def _place(index: Any) -> tuple:
     return tuple((s.start, s.stop) for s in index)
+
+
+# A primitive for functions that are traced once the target of a program is known
+
+# By JAX's name of a compiler, the target that it compiles for.
+_TARGETS = {"cpu": "cpu", "tpu": "tpu", "cuda": "gpu", "rocm": "gpu"}
+
+# `jax.lax.platform_dependent` would trace the function for each target in every program.
+_PER_TARGET = Primitive("kmp_per_target")
+_PER_TARGET.multiple_results = True
+
+
+@_PER_TARGET.def_abstract_eval
+def _(*_: Any, function: Callable, shapes: tuple) -> list:
+    return [jax.core.ShapedArray(shape, jax.numpy.dtype("float32")) for shape in shapes]
+
+
+@_PER_TARGET.def_impl
+def _(*tensors: Tensor, function: Callable, shapes: tuple) -> Sequence[Tensor]:
+    """Run at once: `jax.grad` or `jax.vmap` of an eager step."""
+    return function(jax.default_backend(), *tensors)
+
+
+def _lower(context: Any, *operands: Any, function: Callable, shapes: tuple, target: str) -> Any:
+    lowered = mlir.lower_fun(functools.partial(function, target), multiple_results=True)
+    return lowered(context, *operands)
+
+
+def _batch(
+    tensors: Sequence[Tensor], axes: Sequence[Any], *, function: Callable, shapes: tuple
+) -> tuple[Sequence[Tensor], Sequence[int]]:
+    """Support `jax.vmap` over steps, as for an ensemble."""
+
+    def each(target: str, *tensors: Tensor) -> Sequence[Tensor]:
+        return jax.vmap(functools.partial(function, target), tuple(axes))(*tensors)
+
+    pairs = zip(tensors, axes, strict=True)
+    size = next(x.shape[axis] for x, axis in pairs if axis is not None)
+    found = _PER_TARGET.bind(
+        *tensors, function=each, shapes=tuple((size, *shape) for shape in shapes)
+    )
+    return found, [0] * len(shapes)
+
+
+def _jvp(primals: Sequence[Tensor], _: Any, **parameters: Any) -> tuple[list, list]:
+    """Support `jax.grad` through a step, as in meta-learning; measurements count as constants."""
+    found = _PER_TARGET.bind(*primals, **parameters)
+    return found, [jnp.zeros_like(x) for x in found]
+
+
+batching.primitive_batchers[_PER_TARGET] = _batch
+ad.primitive_jvps[_PER_TARGET] = _jvp
+
+for _platform, _target in _TARGETS.items():
+    mlir.register_lowering(
+        _PER_TARGET, functools.partial(_lower, target=_target), platform=_platform
+    )
 
 
 backend = JaxBackend()
