@@ -33,7 +33,8 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
     The condition covers all channels: either all statistics are updated or none changes by a single
     bit. It is a select on the device, not a branch. Empty or fully masked batches do not change the
     statistics either. The variance is computed about the batch's own mean, so that it is accurate
-    for a mean of 1000 with a deviation of 1, and never negative.
+    for a mean of 1000 with a deviation of 1, and never negative. Inputs are not cast to the compute
+    dtype first: raw inputs such as years, which half precision rounds to a few numbers, stay apart.
 
     A batch with finite activations whose *gradients* overflow does update the statistics.
 
@@ -115,6 +116,7 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
                 "Use keras.layers.BatchNormalization(renorm=True, dtype='float32') instead."
             )
         super().__init__(axis=axis, momentum=momentum, epsilon=epsilon, **kwargs)
+        self.autocast = False  # raw inputs are not rounded before their mean is subtracted
         self.spikes = get_spikes(spikes)
 
     def build(self, input_shape):

@@ -227,6 +227,22 @@ def test_refuses_a_mask_of_another_rank():
 
 
 @pytest.mark.quick
+@pytest.mark.quick
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("training", [True, False])
+def test_raw_inputs_are_not_rounded_first(policy, training):
+    """In bfloat16 these 31 years are five numbers."""
+    years = np.arange(1995, 2026, dtype="float32")[:, None]
+    layer = Float32BatchNormalization(
+        moving_mean_initializer=keras.initializers.Constant(2010),
+        moving_variance_initializer=keras.initializers.Constant(80 - EPSILON),
+        dtype=policy,
+    )
+    y = ops.convert_to_numpy(ops.cast(layer(years, training=training), "float32"))
+    roundoff = ROUNDOFF[layer.compute_dtype] + 8 * ROUNDOFF["float32"]
+    np.testing.assert_allclose(y, (years - 2010) / np.sqrt(80 + EPSILON * training), rtol=roundoff)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.75, 1.0])
 def test_moving_statistics_follow_the_momentum(momentum):
     layer = Float32BatchNormalization(momentum=momentum)
