@@ -1213,6 +1213,16 @@ def ids():
     return x.astype("float32"), (x % 2).mean(1, keepdims=True), np.ones(len(x), "float32")
 
 
+def prices():
+    """Around 30,000, where float16 holds every sixteenth number."""
+    x, y, weights = regression()
+    return 30000 + 10 * x, y, weights
+
+
+def normalized_prices(**dtype):
+    return [layers.BatchNormalization(momentum=0.5, name="normalization", **dtype), *usual()]
+
+
 def looked_up(**dtype):
     words = layers.Embedding(2560, 4, name="words")
     return [layers.Reshape((4,), **dtype), words, layers.Flatten(), head()]
@@ -1474,6 +1484,23 @@ OF_AUDIT = [
         "as it says",
         lambda: converted(layers=preprocessed, data=pixels),
         float32={"layers": preprocessed, "data": pixels},
+    ),
+    A(
+        "audit: half preprocessing",
+        'Give the layer dtype=kmp.Policy("mixed_float16,i=uncast")',
+        "prices around 30,000 are rounded to float16 before a batch normalization",
+        {"layers": normalized_prices, "data": prices},
+        "as it says",
+        {"layers": lambda: normalized_prices(dtype=kmp.Policy("mixed_float16,i=uncast"))},
+    ),
+    A(
+        "audit: half preprocessing",
+        "or convert the model with kmp.to_mixed_precision",
+        "prices around 30,000 are rounded to float16 before a batch normalization",
+        {"layers": normalized_prices, "data": prices},
+        "as it says",
+        lambda: converted(layers=normalized_prices, data=prices),
+        float32={"layers": normalized_prices, "data": prices},
     ),
     A(
         "audit: half indices",

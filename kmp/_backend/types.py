@@ -69,6 +69,7 @@ class Operation(NamedTuple):
             "equal": they are compared for being the same;
             "wave": their sine or cosine;
             "add": their sums;
+            "subtract": their differences;
             "move": the same numbers in other places, or chosen among them.
         inputs: what it computes with; empty where only the shape matters.
         outputs: what it computes.

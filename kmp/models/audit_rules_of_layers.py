@@ -15,6 +15,8 @@ from kmp.models.indices import (
     ANGLES,
     EQUALS,
     INDICES,
+    LESS_GRAVE,
+    NORMALIZED,
     RAW_INPUTS,
     Rounding,
     roundings,
@@ -77,6 +79,16 @@ def half_preprocessing(program: Program) -> Findings:
             path_of(each.layer),
             f"it casts raw inputs to {each.layer.compute_dtype} before a preprocessing layer sees "
             "them.",
+            _advice_to_keep_inputs(each),
+        )
+
+    for each in _roundings(program, *LESS_GRAVE):
+        dtype = each.layer.compute_dtype
+        what = "their mean" if each.why == NORMALIZED else "something"
+        yield (
+            path_of(each.layer),
+            f"it casts raw inputs to {dtype} before {what} is subtracted. What is left of numbers "
+            "that lie close together, such as years, is rounding errors.",
             _advice_to_keep_inputs(each),
         )
 

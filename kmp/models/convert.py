@@ -27,6 +27,7 @@ from kmp._keras import (
 from kmp.models.indices import (
     INDICES,
     INSIDE,
+    LESS_GRAVE,
     NEEDS_INTEGERS,
     RAW_INPUTS,
     REASONS,
@@ -70,10 +71,11 @@ def to_mixed_precision(
       other cast to integers is given as floats may have passed a `Reshape`, `Lambda` or layer of
       your own, and half precision would round it. The same goes for positions that a layer counts
       itself, and for raw inputs that a layer such as `Masking` compares with a number other than 0,
-      or that are on their way to a preprocessing layer. If such a layer has weights, or is the
-      model itself, it computes in half precision all the same, on inputs that are not cast: the
-      report says `i=uncast`. Where its code mixes dtypes that TensorFlow does not multiply, it
-      stays in float32 with the layers in it;
+      that are on their way to a preprocessing layer, or that something is subtracted from: their
+      mean by a `BatchNormalization`, or anything by a layer without weights. If such a layer has
+      weights, or is the model itself, it computes in half precision all the same, on inputs that
+      are not cast: the report says `i=uncast`. Where its code mixes dtypes that TensorFlow does not
+      multiply, it stays in float32 with the layers in it;
     - layers that `filter_fn` excludes, with all layers inside them.
 
     Normalization layers and layers with state of their own, such as moving averages, compute in
@@ -273,6 +275,7 @@ def _exact_layers(
     rounded, and look again, for a layer whose inputs are not cast may still cast by itself.
     """
     exact: dict[int, Rounding] = {}
+    given_up: set[int] = set()  # what rounds raw inputs all the same
     half = Policy(policy.param_dtype, half_dtype()) if policy.adapts else policy
     before = [(layer, layer.dtype_policy) for layer in layers_of(model)]
     # Nobody knows whether these get their indices as floats or as integers.
@@ -284,7 +287,13 @@ def _exact_layers(
             _give([(layer, on_weights(new, layer.variable_dtype)) for layer, new in changed])
             program = Program(model)
             looked = roundings(program)
+            less_grave = {key for key, each in exact.items() if each.why in LESS_GRAVE}
+            if looked is None and less_grave:
+                given_up |= less_grave
+                exact = {key: each for key, each in exact.items() if key not in less_grave}
+                continue
             found = {id(each.layer): each for each in looked or ()}
+            found = {k: x for k, x in found.items() if x.why not in LESS_GRAVE or k not in given_up}
             harmed = harmed_layers(program) if not exact else {}
             if not exact and unknown.intersection(found):
                 unknown -= {id(each.layer) for each in roundings(program, certain=True) or ()}

@@ -2,15 +2,19 @@
 
 An `Embedding` takes ids that come as floats, and so do one-hot vectors, gathers and tables. float32
 holds every whole number up to 2**24, float16 up to 2**11 and bfloat16 up to 2**8. So a layer that
-only hands ids on, such as a `Reshape`, must not cast them. Whether numbers are ids is told by what
-is computed with them: the model is traced, without numbers, and followed back from where floats
-become integers. What depends on trainable weights is no id, and is not followed.
+only hands ids on, such as a `Reshape`, must not cast them. Nor must raw inputs be rounded before a
+normalization subtracts their mean: in bfloat16 the years 2021 to 2025 are one number.
+
+Whether numbers are ids is told by what is computed with them: the model is traced, without numbers,
+and followed back from where floats become integers. What depends on trainable weights is no id, and
+is not followed.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
+from keras.layers import Wrapper
 
 from kmp._backend.types import Operation, Value
 from kmp._keras import is_graph, is_preprocessing
@@ -22,10 +26,16 @@ from kmp.precision.trees import HALF_DTYPES
 INDICES = "carries indices"
 ANGLES = "carries angles or times: their sine is taken"
 RAW_INPUTS = "hands raw inputs to preprocessing layers"
+NORMALIZED = "carries raw inputs that are normalized"
+DIFFERENCES = "carries raw inputs that something is subtracted from"
 EQUALS = "compares raw inputs with a number"
 INSIDE = "mixes indices with what the layers in it return"
 NEEDS_INTEGERS = "rounds float indices: pass integers"  # its code mixes what it gets with half
-REASONS = (INDICES, ANGLES, RAW_INPUTS, EQUALS, NEEDS_INTEGERS)
+# Under these half precision rounds numbers, and may keep enough of them.
+LESS_GRAVE = (NORMALIZED, DIFFERENCES)
+REASONS = (INDICES, ANGLES, RAW_INPUTS, EQUALS, *LESS_GRAVE, NEEDS_INTEGERS)
+# Of layers without weights: the code of another would mix float32 with them.
+_OF_PLAIN_CODE = (EQUALS, DIFFERENCES)
 
 _LOOKUPS = (
     keras.layers.CategoryEncoding,
@@ -34,6 +44,12 @@ _LOOKUPS = (
     keras.layers.Hashing,
     keras.layers.IntegerLookup,
     keras.layers.StringLookup,
+)
+# They subtract a mean, after which numbers that lie close together differ by rounding errors alone.
+_NORMALIZATIONS = (
+    keras.layers.BatchNormalization,
+    keras.layers.GroupNormalization,
+    keras.layers.LayerNormalization,
 )
 _FLOATS = {"float16", "bfloat16", "float32", "float64"}
 # Half precision holds each of their numbers, and quantized layers multiply them.
@@ -77,8 +93,7 @@ def roundings(program: Program, certain: bool = False) -> list[Rounding] | None:
             inputs = labelled(operations, INPUT)
             unknown = [x for x in inputs if not _is_a_number(operations, x)]
         for rounding in _roundings(operations, unknown, certain):
-            # The code of a layer with weights would mix float32 with them.
-            if rounding.why != EQUALS or not rounding.layer.weights:
+            if rounding.why not in _OF_PLAIN_CODE or not rounding.layer.weights:
                 found.setdefault(id(rounding.layer), rounding)
     return list(found.values())
 
@@ -101,8 +116,8 @@ def _roundings(operations: list[Operation], unknown: list[Value], certain: bool)
         path = _leading_to(operations, [value], known)
         if not (certain and _may_be_right(operations, path, consumer, why)):
             needed.setdefault(why, set()).update(path)
-    for why, values in needed.items():
-        halves = {x for x in values if x.dtype in HALF_DTYPES}
+    for why in sorted(needed, key=lambda why: why in LESS_GRAVE):
+        halves = {x for x in needed[why] if x.dtype in HALF_DTYPES}
         inside: Call | None = None
         for each in operations:
             rounds = not halves.isdisjoint(each.outputs)
@@ -140,10 +155,15 @@ def _consumed(
                 yield EQUALS, each, x
             elif each.kind == "wave":
                 yield ANGLES, each, x
+            elif each.kind == "subtract" and x in inputs:
+                yield DIFFERENCES, each, x
             elif x not in inputs:
                 continue
-            elif (call := call_of(each)) and received(each) and is_preprocessing(call.layer):
-                yield INDICES if isinstance(call.layer, _LOOKUPS) else RAW_INPUTS, each, x
+            elif (call := call_of(each)) and received(each):
+                if is_preprocessing(call.layer):
+                    yield INDICES if isinstance(call.layer, _LOOKUPS) else RAW_INPUTS, each, x
+                elif _normalizes(call.layer):
+                    yield NORMALIZED, each, each.outputs[0]  # which Keras has cast
 
 
 def _other_than_0(operations: list[Operation]) -> set[Value]:
@@ -193,6 +213,8 @@ def _may_be_right(
     Angles of positions that are counted are wrong by up to a quarter where these go beyond a
     quarter of the whole numbers that half precision holds.
     """
+    if why == DIFFERENCES:  # 1 - x, where x is a mask
+        return len(consumer.inputs) < 2 or any(x.is_one_number for x in consumer.inputs)
     if why != ANGLES:
         return why != EQUALS and _holds_all(operations, path, consumer)
     counted = [
@@ -245,6 +267,12 @@ def _is_index(value: Value) -> bool:
 def _casts_inputs(layer: Any) -> bool:
     """Whether Keras casts the inputs of a layer to its compute dtype."""
     return getattr(layer, "autocast", False) and not is_graph(layer) and not is_preprocessing(layer)
+
+
+def _normalizes(layer: Any) -> bool:
+    """Whether a layer, or the one that it wraps, is a normalization that subtracts a mean."""
+    inner = layer.layer if isinstance(layer, Wrapper) else layer
+    return isinstance(inner, _NORMALIZATIONS)
 
 
 def _whose(call: Call | None) -> keras.Layer | None:

@@ -141,7 +141,8 @@ def test_sound_constants_are_no_findings():
     infinite = layers.Lambda(lambda s: keras.ops.where(s > 0, s, -float("inf")))
     small = layers.Lambda(lambda s: s + 1e-4)
     norms = [layers.LayerNormalization(epsilon=1e-12), layers.BatchNormalization(epsilon=1e-9)]
-    model = model_of(infinite, small, *norms, layers.Softmax(), layers.LeakyReLU(), layers.Dense(8))
+    last = [layers.Softmax(), layers.LeakyReLU(), layers.Dense(8)]
+    model = model_of(layers.Dense(8), infinite, small, *norms, *last)
     assert kinds_of(model) == []
 
 

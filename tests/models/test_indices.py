@@ -365,6 +365,124 @@ def functional_mask(layer):
     return keras.Model(inputs, layers.Dense(8, dtype="float32")(pooled))
 
 
+# Raw inputs that something is subtracted from
+
+YEARS = np.arange(1995, 2026, dtype="float32")[:, None]  # five numbers in bfloat16
+
+
+def normalization(**dtype):
+    initializers = keras.initializers.Constant(2010), keras.initializers.Constant(80)
+    names = "moving_mean_initializer", "moving_variance_initializer"
+    return layers.BatchNormalization(**dict(zip(names, initializers, strict=True)), **dtype)
+
+
+def beside_2000(layer):
+    return [layers.Lambda(lambda x: ops.concatenate([x, 0 * x + 2000], axis=-1)), layer]
+
+
+SUBTRACTED = {
+    "normalization": lambda: [normalization()],
+    "on its way": lambda: [layers.Reshape((1,)), layers.Dropout(0.1), normalization()],
+    "wrapped": lambda: [
+        layers.Reshape((1, 1)),
+        layers.TimeDistributed(normalization()),
+        layers.Flatten(),
+    ],
+    "layer normalization": lambda: beside_2000(layers.LayerNormalization(epsilon=50.0)),
+    "group normalization": lambda: beside_2000(layers.GroupNormalization(1, epsilon=50.0)),
+    "a list": lambda: [layers.Lambda(lambda x: (x - ops.cast([2010.0] * 2, x.dtype)) / 9)],
+    "each other": lambda: beside_2000(layers.Lambda(lambda x: x[:, :1] - x[:, 1:])),
+}
+BY_A_NUMBER = lambda: [layers.Lambda(lambda x: (x - 2010) / 9)]  # noqa: E731
+
+
+def of_years(stack):
+    last = layers.Dense(1, kernel_initializer="identity")
+    return keras.Sequential([layers.Input((1,)), *stack, last])
+
+
+class OfYears(keras.Model):
+    """A model by its own code, which Keras gives its inputs in half precision."""
+
+    def __init__(self, add):
+        super().__init__()
+        self.first, self.last = normalization(), layers.Dense(1, kernel_initializer="ones")
+        self.add = add
+
+    def call(self, x):
+        y = self.first(x)
+        return self.last(y + x if self.add else y)
+
+
+def told_apart(model):
+    return len(np.unique(model.predict(YEARS, verbose=0)))
+
+
+def rounded_inputs(model):
+    return [each.path for each in kmp.audit(model).of_kind("half preprocessing")]
+
+
+@pytest.mark.parametrize("name", [*SUBTRACTED, "a number"])
+def test_raw_inputs_are_not_rounded_before_a_subtraction(name):
+    stack = {**SUBTRACTED, "a number": BY_A_NUMBER}[name]
+    model = of_years(stack())
+    assert told_apart(model) == len(YEARS)
+    report = kmp.to_mixed_precision(model, "mixed_bfloat16")
+    assert told_apart(model) == len(YEARS)
+    assert any("raw inputs that" in reason for reason in report.kept.values())
+    assert rounded_inputs(model) == []
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = of_years(stack())
+    assert told_apart(model) < len(YEARS) / 2
+    # 1 - x is that of a mask more often.
+    assert bool(rounded_inputs(model)) == (name != "a number")
+
+
+def test_a_model_by_its_own_code_does_not_round_them_either():
+    model = OfYears(add=False)
+    model(YEARS)
+    assert told_apart(model) == len(YEARS)
+    report = kmp.to_mixed_precision(model, "mixed_bfloat16")
+    assert told_apart(model) == len(YEARS)
+    assert kept_for(report, "carries raw inputs that are normalized") == {
+        "OfYears",
+        "BatchNormalization",
+    }
+
+
+def test_a_model_whose_code_adds_them_to_half_numbers_is_converted_all_the_same():
+    """TensorFlow adds no float32 to bfloat16: there the inputs are rounded, as Keras does."""
+    model = OfYears(add=True)
+    model(YEARS)
+    report = kmp.to_mixed_precision(model, "mixed_bfloat16")
+    kept = kept_for(report, "carries raw inputs that are normalized")
+    assert ("OfYears" in kept) == (BACKEND != "tensorflow")
+    assert model.first.compute_dtype == "bfloat16"
+
+
+def test_the_advice_for_a_normalization_works():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    (finding,) = kmp.audit(of_years([normalization()])).of_kind("half preprocessing")
+    assert "to bfloat16 before their mean is subtracted" in finding.problem
+    assert 'dtype=kmp.Policy("mixed_bfloat16,i=uncast")' in finding.advice
+    model = of_years([normalization(dtype=kmp.Policy("mixed_bfloat16,i=uncast"))])
+    assert rounded_inputs(model) == []
+    assert told_apart(model) == len(YEARS)
+
+
+def test_activations_and_masks_are_rounded_as_ever():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    sound = (
+        [layers.Dense(4), normalization()],
+        [layers.Dense(4), layers.Lambda(lambda x: x - ops.mean(x, axis=-1, keepdims=True))],
+        [layers.LayerNormalization()],  # Keras casts no inputs of it
+        [layers.Lambda(lambda mask: (1 - mask) * -1e4)],
+    )
+    for stack in sound:
+        assert rounded_inputs(of_years(stack)) == []
+
+
 # What stays as it was
 
 

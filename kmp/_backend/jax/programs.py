@@ -18,6 +18,7 @@ _NAMES = {
     "split squeeze transpose",
     "note": "name",
     "sequence": "iota",
+    "subtract": "sub",
     "wave": "cos sin",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}

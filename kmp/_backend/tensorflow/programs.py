@@ -15,6 +15,7 @@ _NAMES = {
     "move": "BroadcastTo ConcatV2 ExpandDims GatherV2 Identity Pack Pad PadV2 Reshape ReverseV2 "
     "SelectV2 Slice Split SplitV Squeeze StridedSlice Tile Transpose Unpack",
     "sequence": "Const Placeholder Range",  # a placeholder stands for what the code holds
+    "subtract": "Sub",
     "wave": "Cos Sin",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}

@@ -19,6 +19,7 @@ _NAMES = {
     "gather index index_select permute repeat scatter select slice split squeeze stack t transpose "
     "unbind unsqueeze view where",
     "sequence": "arange",
+    "subtract": "rsub sub",
     "wave": "cos sin",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
