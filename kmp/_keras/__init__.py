@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
-from keras import Layer, Model, Sequential
+from keras import Layer, Model, Sequential, ops
 from keras.layers import CategoryEncoding, Discretization
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope
@@ -113,6 +113,16 @@ def drop_variable(layer: Layer, name: str) -> None:
     """
     layer._untrack_variable(getattr(layer, name))
     super(Layer, layer).__delattr__(name)
+
+
+def kernel_as_array(layer: Layer) -> None:
+    """Let a layer have its kernel as an array in place of a variable; within `unlocked`.
+
+    Private: `_kernel`. Keras's `quantize` deletes it, and collects garbage only for a variable.
+    """
+    kernel: Any = ops.convert_to_numpy(layer._kernel)
+    drop_variable(layer, "_kernel")
+    layer._kernel = kernel
 
 
 def replace_kernel(layer: Any, make: Callable[[], Any]) -> None:

@@ -5,7 +5,14 @@ from typing import Any
 import keras
 from keras import ops
 
-from kmp._keras import drop_variable, replace_kernel, take_class, unlocked, versions
+from kmp._keras import (
+    drop_variable,
+    kernel_as_array,
+    replace_kernel,
+    take_class,
+    unlocked,
+    versions,
+)
 from kmp.int8 import fake_quantization as fake
 from kmp.int8 import int8_convolution as int8
 from kmp.int8.fake_quantization import OBSERVER, FakeQuantized
@@ -88,6 +95,7 @@ def _quantize(layer: Any, config: Any) -> None:
     layer.dtype_policy = keras.DTypePolicy("float32")
     with unlocked(layer):
         if type(layer) in _KERAS_QUANTIZES:
+            kernel_as_array(layer)
             type(layer).quantize(layer, "int8", config=config)
         else:
             _quantize_convolution(layer, config)

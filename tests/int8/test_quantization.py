@@ -1,5 +1,7 @@
 """quantize_aware and to_int8 on whole models: what is converted, kept and refused."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -69,6 +71,17 @@ def test_int8_dense_layers_are_keras_own():
     assert layer.quantization_mode == "int8"
     assert isinstance(layer.inputs_quantizer, RangeQuantizer)
     assert layer.inputs_quantizer.max_abs == 3.0
+
+
+@needs("quantization_config")
+def test_no_garbage_is_collected_for_each_layer(monkeypatch):
+    """A collection takes a tenth of a second, and more where much has been traced."""
+    model, _ = one_dense()
+    fit(model, 1.0)
+    collections = []
+    monkeypatch.setattr(gc, "collect", lambda *_: collections.append(1) or 0)
+    kmp.to_int8(model)
+    assert collections == []
 
 
 def test_conversion_keeps_variables_and_the_state_of_the_optimizer():
