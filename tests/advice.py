@@ -1487,11 +1487,11 @@ OF_AUDIT = [
     ),
     A(
         "audit: half preprocessing",
-        'Give the layer dtype=kmp.Policy("mixed_float16,i=uncast")',
+        FLOAT32_LAYER + ", or convert",
         "prices around 30,000 are rounded to float16 before a batch normalization",
         {"layers": normalized_prices, "data": prices},
         "as it says",
-        {"layers": lambda: normalized_prices(dtype=kmp.Policy("mixed_float16,i=uncast"))},
+        {"layers": lambda: normalized_prices(dtype="float32")},
     ),
     A(
         "audit: half preprocessing",

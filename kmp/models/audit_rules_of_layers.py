@@ -19,6 +19,7 @@ from kmp.models.indices import (
     NORMALIZED,
     RAW_INPUTS,
     Rounding,
+    normalizes,
     roundings,
     whole_numbers,
 )
@@ -124,7 +125,8 @@ def _roundings(program: Program, *why: str) -> list[Rounding]:
 
 
 def _advice_to_keep_inputs(rounding: Rounding) -> str:
-    if rounding.by_itself or not rounding.layer.weights:
+    is_plain = rounding.by_itself or not rounding.layer.weights
+    if is_plain or (rounding.why == NORMALIZED and normalizes(rounding.layer)):
         return _ADVICE
     policy = get_policy(rounding.layer.dtype_policy).with_inputs_uncast()
     return (

@@ -29,9 +29,11 @@ from kmp.models.indices import (
     INSIDE,
     LESS_GRAVE,
     NEEDS_INTEGERS,
+    NORMALIZED,
     RAW_INPUTS,
     REASONS,
     Rounding,
+    normalizes,
     roundings,
 )
 from kmp.models.optimizers import Rebuilding, scale_losses
@@ -72,10 +74,10 @@ def to_mixed_precision(
       your own, and half precision would round it. The same goes for positions that a layer counts
       itself, and for raw inputs that a layer such as `Masking` compares with a number other than 0,
       that are on their way to a preprocessing layer, or that something is subtracted from: their
-      mean by a `BatchNormalization`, or anything by a layer without weights. If such a layer has
-      weights, or is the model itself, it computes in half precision all the same, on inputs that
-      are not cast: the report says `i=uncast`. Where its code mixes dtypes that TensorFlow does not
-      multiply, it stays in float32 with the layers in it;
+      mean by a `BatchNormalization`, or anything by a layer without weights. If another such layer
+      has weights, or is the model itself, it computes in half precision all the same, on inputs
+      that are not cast: the report says `i=uncast`. Where its code mixes dtypes that TensorFlow
+      does not multiply, it stays in float32 with the layers in it;
     - layers that `filter_fn` excludes, with all layers inside them.
 
     Normalization layers and layers with state of their own, such as moving averages, compute in
@@ -376,6 +378,8 @@ def _exact(rounding: Rounding, policy: Policy) -> tuple[Policy, str]:
     converted, _ = _converted(rounding.layer, policy)
     if rounding.why == NEEDS_INTEGERS:
         new = converted
+    elif rounding.why == NORMALIZED and normalizes(rounding.layer):
+        new = Policy("float32")  # as it computes in any case; Keras loads that without kmp
     elif rounding.layer.weights and not rounding.by_itself and rounding.why != INSIDE:
         new = converted.with_inputs_uncast()
     else:

@@ -103,6 +103,12 @@ def whole_numbers(dtype: str) -> int:
     return round(2 / formats[dtype].eps)
 
 
+def normalizes(layer: Any) -> bool:
+    """Whether a layer, or the one that it wraps, is a normalization that subtracts a mean."""
+    inner = layer.layer if isinstance(layer, Wrapper) else layer
+    return isinstance(inner, _NORMALIZATIONS)
+
+
 # Following
 
 
@@ -162,7 +168,7 @@ def _consumed(
             elif (call := call_of(each)) and received(each):
                 if is_preprocessing(call.layer):
                     yield INDICES if isinstance(call.layer, _LOOKUPS) else RAW_INPUTS, each, x
-                elif _normalizes(call.layer):
+                elif normalizes(call.layer):
                     yield NORMALIZED, each, each.outputs[0]  # which Keras has cast
 
 
@@ -267,12 +273,6 @@ def _is_index(value: Value) -> bool:
 def _casts_inputs(layer: Any) -> bool:
     """Whether Keras casts the inputs of a layer to its compute dtype."""
     return getattr(layer, "autocast", False) and not is_graph(layer) and not is_preprocessing(layer)
-
-
-def _normalizes(layer: Any) -> bool:
-    """Whether a layer, or the one that it wraps, is a normalization that subtracts a mean."""
-    inner = layer.layer if isinstance(layer, Wrapper) else layer
-    return isinstance(inner, _NORMALIZATIONS)
 
 
 def _whose(call: Call | None) -> keras.Layer | None:
