@@ -1223,6 +1223,12 @@ def normalized_prices(**dtype):
     return [layers.BatchNormalization(momentum=0.5, name="normalization", **dtype), *usual()]
 
 
+def averaged(**dtype):
+    """The inputs again, as averages of 56 by 56 pixels."""
+    pool = layers.AveragePooling2D(56, name="pool", **dtype)
+    return [layers.Reshape((1, 1, 8)), layers.UpSampling2D(56), pool, layers.Flatten(), *usual()]
+
+
 def looked_up(**dtype):
     words = layers.Embedding(2560, 4, name="words")
     return [layers.Reshape((4,), **dtype), words, layers.Flatten(), head()]
@@ -1501,6 +1507,25 @@ OF_AUDIT = [
         "as it says",
         lambda: converted(layers=normalized_prices, data=prices),
         float32={"layers": normalized_prices, "data": prices},
+    ),
+    A(
+        "audit: half statistics",
+        FLOAT32_LAYER + ", or convert",
+        "an average pooling of 3,136 numbers adds them up in float16",
+        {"layers": averaged},
+        "as it says",
+        {"layers": lambda: averaged(dtype="float32")},
+        backends=("jax", "tensorflow"),  # PyTorch adds them up in float32
+    ),
+    A(
+        "audit: half statistics",
+        "or convert the model with kmp.to_mixed_precision",
+        "an average pooling of 3,136 numbers adds them up in float16",
+        {"layers": averaged},
+        "as it says",
+        lambda: converted(layers=averaged),
+        float32={"layers": averaged},
+        backends=("jax", "tensorflow"),
     ),
     A(
         "audit: half indices",

@@ -23,6 +23,7 @@ from kmp.models.indices import (
     roundings,
     whole_numbers,
 )
+from kmp.models.pooling import error_of_averages
 from kmp.models.programs import Program
 from kmp.models.side_effects import OWN_READS, rounded_updates, state_problem
 from kmp.precision.float_formats import formats
@@ -156,7 +157,7 @@ def _becomes_zero(what: str, dtype: str) -> tuple[str, str]:
 
 
 def half_statistics(program: Program) -> Findings:
-    """A moving average stalls where its steps are below half a unit in its last place."""
+    """An average stalls where what is added is below half a unit in its last place."""
     for layer, (dtype, names) in rounded_updates(program).items():
         in_float32 = 'Give the layer dtype="float32", or convert the model with '
         is_model = isinstance(layer, Model)
@@ -165,6 +166,14 @@ def half_statistics(program: Program) -> Findings:
             f"it {state_problem(dtype, names)}",
             OWN_READS if is_model else f"{in_float32}kmp.to_mixed_precision.",
         )
+    for layer in half_layers(program.model):
+        if error := error_of_averages(layer, layer.compute_dtype):
+            yield (
+                path_of(layer),
+                f"its averages of {math.prod(layer.pool_size)} numbers are wrong by up to "
+                f"{error:.0%}, because this machine adds them up in {layer.compute_dtype}.",
+                _ADVICE,
+            )
     for layer in layers_of(program.model):
         if not isinstance(layer, BatchNormalization) or not layer.built:
             continue

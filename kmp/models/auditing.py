@@ -68,7 +68,8 @@ def audit(model: keras.Model) -> AuditReport:
     - `"half weights"`: weights in bfloat16 that Adam does not move, or in any half precision and so
       large that the optimizer's steps are rounded away;
     - `"half statistics"`: moving averages in half precision that stall far from the true value, and
-      other variables that a layer rounds when it updates them;
+      other variables that a layer rounds when it updates them; and an average pooling of so many
+      numbers that it is wrong where this machine adds them up in half precision;
     - `"half softmax"`: probabilities in half precision with a loss that takes their logarithm;
     - `"half loss"`: a loss whose own dtype is half precision, or that a layer adds in it;
     - `"half metric"`: functions that Keras evaluates in the outputs' half precision;

@@ -39,6 +39,7 @@ from kmp.models.indices import (
 from kmp.models.optimizers import Rebuilding, scale_losses
 from kmp.models.output_layers import called_models, output_layers
 from kmp.models.policies import remember_policies
+from kmp.models.pooling import ADDS_UP_IN_HALF, error_of_averages
 from kmp.models.programs import Program
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
 from kmp.models.retype import dtype_changes, float32_weights, retype
@@ -67,6 +68,8 @@ def to_mixed_precision(
       beyond the range of half precision;
     - layers with an activity regularizer, and those that call `add_loss`, because Keras sums both
       in half precision;
+    - average pooling of so many numbers that it is wrong by more than 3% where this machine adds
+      them up in half precision, which is tried: 14 by 14 pixels on JAX's CPUs in bfloat16;
     - layers that update variables of theirs when they are called, such as a moving average or
       `SpectralNormalization`, because Keras would hand them the variables rounded;
     - layers that carry indices: what an `Embedding`, a one-hot vector, a gather, a table or any
@@ -337,9 +340,7 @@ def _plan(
         path = path_of(layer)
         inner = parts_of(layer)
         new, reason = keep, ""
-        if id(layer) in plan:
-            return
-        if isinstance(layer, InputLayer):
+        if id(layer) in plan or isinstance(layer, InputLayer):
             return
         if not keras.backend.is_float_dtype(layer.compute_dtype):
             new, reason = layer.dtype_policy, f"computes in {layer.compute_dtype}"
@@ -357,6 +358,8 @@ def _plan(
             new, reason = outputs, "shares an output layer"
         elif layer.activity_regularizer is not None:
             reason = "activity regularizer"
+        elif error_of_averages(layer, half_dtype() if policy.adapts else policy.compute_dtype):
+            reason = ADDS_UP_IN_HALF
         elif any(map(is_preprocessing, inner)) and not is_graph(layer):
             reason = RAW_INPUTS
         elif id(layer) in exact:

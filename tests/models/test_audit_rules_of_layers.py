@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from audited import CROSSENTROPY, Masked, float16, kinds_of, model_of  # noqa: F401
 from keras import layers
+from oracle import BACKEND
 
 import kmp
 from kmp._keras import path_of
@@ -17,6 +18,42 @@ def test_half_statistics():
     (finding,) = kmp.audit(model).of_kind("half statistics")
     assert finding.path == path_of(model.layers[0])
     assert "within 20% of them" in finding.problem and "Float32BatchNorm" in finding.advice
+
+
+# The sizes of windows that are added up wrongly on CPUs, by the backend; PyTorch uses float32.
+WRONG = {
+    "bfloat16": {"jax": [(16, 16), (768,), (56, 56)]},
+    "float16": {"jax": [(56, 56)], "tensorflow": [(56, 56)]},
+}
+
+
+@pytest.mark.parametrize("dtype", WRONG)
+@pytest.mark.parametrize("size", [(2, 2), (16, 16), (768,), (56, 56)])
+def test_averages_of_many_numbers(dtype, size):
+    wrong = size in WRONG[dtype].get(BACKEND, [])
+    pooling = layers.AveragePooling1D if len(size) == 1 else layers.AveragePooling2D
+    x = np.random.default_rng(1).uniform(1, 2, (4, *size, 16)).astype("float32")
+
+    def build(policy):
+        keras.config.set_dtype_policy(policy)
+        pool = pooling(size, name="pool")
+        stack = [pool, layers.Flatten(), layers.Dense(8, dtype="float32")]
+        return keras.Sequential([keras.Input(x.shape[1:]), *stack])
+
+    def error(model):
+        y = keras.ops.cast(model.get_layer("pool")(x), "float32")
+        exact = x.mean(axis=tuple(range(1, x.ndim - 1)))
+        return np.abs(np.ravel(keras.ops.convert_to_numpy(y)) / np.ravel(exact) - 1).max()
+
+    model = build(f"mixed_{dtype}")
+    assert (error(model) > 0.03) == wrong
+    findings = kmp.audit(model).of_kind("half statistics")
+    assert [each.path for each in findings] == ["pool"] * wrong
+    model = build("float32")
+    report = kmp.to_mixed_precision(model, f"mixed_{dtype}")
+    assert error(model) < 0.01
+    assert ("pool" in report.kept) == wrong
+    assert kmp.audit(model).of_kind("half statistics") == ()
 
 
 def test_keras_still_stalls_in_bfloat16():
