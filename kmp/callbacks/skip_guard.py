@@ -9,7 +9,7 @@ from keras.layers import BatchNormalization, SpectralNormalization
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
-from kmp._keras import layers_of
+from kmp._keras import layers_of, without_autocast
 from kmp._keras.optimizer import is_loss_scale_optimizer
 from kmp._keras.training import Buffer, metrics_of, state_of, still_there
 from kmp.callbacks.loss_tracker import LossTracker
@@ -110,7 +110,9 @@ def _tracked_step(
     def tracked(*args: Any) -> Any:
         if is_kmps:
             optimizer.scale_was_read = False
-        with tracker.training():
+        # Keras's step on JAX opens no scope for the model, in which an `Embedding` would not cast
+        # its table: the gradient of a token would be added up in half precision, and stall.
+        with tracker.training(), without_autocast():
             logs = train_step(*args)
         if is_kmps:
             optimizer.step_scales_loss = optimizer.scale_was_read

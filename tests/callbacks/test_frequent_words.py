@@ -1,0 +1,83 @@
+"""The gradient of a word that a batch has often is added up in float32 in a watched `fit`.
+
+In half precision a sum of ones stalls at 256 or 2048. The oracle is the number of times that the
+batch has the word: with this loss each adds 1/8 to its gradient.
+"""
+
+import keras
+import numpy as np
+import pytest
+from conftest import BACKEND
+from keras import layers, ops
+
+import kmp
+
+TIMES, BATCH = 5120, 8
+WORDS = np.zeros((BATCH, TIMES // BATCH), "int32")
+EMBEDDINGS = [layers.Embedding, getattr(layers, "ReversibleEmbedding", layers.Embedding)]
+
+
+class Own(keras.Model):
+    """A model by its own code, which adds a weight of its own to each vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = layers.Embedding(4, 2, embeddings_initializer="zeros")
+        self.shift = self.add_weight(shape=(2,), initializer="zeros", name="shift")
+
+    def build(self, shape):
+        self.words.build(shape)
+
+    def call(self, x):
+        x = self.words(x)
+        x = ops.add(x, ops.cast(self.shift, x.dtype))
+        return ops.sum(ops.cast(x, "float32"), axis=1)
+
+
+def functional(embedding, **dtype):
+    words = embedding(4, 2, embeddings_initializer="zeros", **dtype)
+    add_up = layers.Lambda(lambda x: ops.sum(ops.cast(x, "float32"), axis=1))
+    return keras.Sequential([keras.Input(WORDS.shape[1:], dtype="int32"), words, add_up])
+
+
+def learned(make, policy, jit, callbacks):
+    """How far one step of SGD moves the word, as a share of how far it should."""
+    keras.config.set_dtype_policy(policy)
+    model = make()
+    optimizer = kmp.scaled("sgd", kmp.DynamicLossScale(initial_scale=1.0), learning_rate=2.0**-10)
+    model.compile(optimizer, lambda _, y: ops.sum(y, axis=-1), jit_compile=jit)
+    targets = np.zeros((BATCH, 2))
+    model.fit(WORDS, targets, batch_size=BATCH, verbose=0, callbacks=callbacks)
+    (table,) = [v for v in model.trainable_variables if v.shape == (4, 2)]
+    return float(-ops.convert_to_numpy(table)[0, 0] * 2**10 / (TIMES / BATCH))
+
+
+MODELS = {
+    "functional": lambda: functional(EMBEDDINGS[0]),
+    "reversible": lambda: functional(EMBEDDINGS[1]),
+    "own": Own,
+}
+
+
+@pytest.mark.parametrize("jit", [False, True] if BACKEND == "tensorflow" else [None])
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_of_them_count(name, policy, jit):
+    watch = [kmp.callbacks.GradientHealth()]
+    assert learned(MODELS[name], policy, jit, watch) == 1
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("policy, counted", [("mixed_bfloat16", 256), ("mixed_float16", 2048)])
+def test_keras_still_counts_a_few_on_jax(policy, counted):
+    """In `fit` alone: its train step calls the model's `call` without the scope of its policy."""
+    assert learned(MODELS["functional"], policy, None, []) == np.float32(counted / TIMES)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_a_table_in_float32_needs_no_watch(policy):
+    """What the limits advise; PyTorch adds up the gradient of a table in bfloat16 in bfloat16."""
+    assert learned(lambda: functional(EMBEDDINGS[0], dtype="float32"), policy, None, []) == 1
+    if BACKEND == "torch" and policy == "bfloat16":
+        watch = [kmp.callbacks.GradientHealth()]
+        assert learned(MODELS["functional"], policy, None, watch) == np.float32(256 / TIMES)
