@@ -484,6 +484,23 @@ def test_activations_and_masks_are_rounded_as_ever():
         assert rounded_inputs(of_years(stack)) == []
 
 
+class Masked(layers.Layer):
+    """Code with a weight, which could not do with float32 inputs on TensorFlow."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, mask):
+        return (1 - mask) * self.scale
+
+
+def test_code_with_weights_that_subtracts_computes_in_half_precision():
+    model = of_years([Masked(name="masked")])
+    report = kmp.to_mixed_precision(model, "mixed_bfloat16")
+    assert "Masked" not in {row.layer for row in report.rows if row.reason}
+    assert model.get_layer("masked").compute_dtype == "bfloat16"
+
+
 # What stays as it was
 
 
