@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras.src.backend.common.variables import AutocastScope
 
 
 def after_build(layer: Any, action: Callable[[], None]) -> None:
@@ -29,27 +30,66 @@ def after_build(layer: Any, action: Callable[[], None]) -> None:
     layer.build = build_and_act
 
 
-@contextlib.contextmanager
-def casting_inputs(layer: Any) -> Iterator[None]:
-    """Within, `layer.call` casts its inputs to the compute dtype, as calling the layer does.
+class _Uncast(AutocastScope):
+    """A scope that casts no variable; those of the models below are float32."""
 
-    Keras builds a loaded model only by its `call`, on float32 inputs. A residual sum in half
-    precision fails then, and the model is left without weights.
+    def __init__(self) -> None:
+        super().__init__("float32")
+
+    def maybe_cast(self, value: Any) -> Any:
+        return value
+
+
+def calls_in_a_scope(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Within, `model.call` runs in a scope on JAX, as it does where the model itself is called.
+
+    In a scope an `Embedding` casts no table. Keras's train step on JAX opens none, and the gradient
+    of a word would be added up in half precision there, and stall. Private: `AutocastScope`.
     """
+    is_jax = keras.backend.backend() == "jax"
+    if is_jax and all(v.dtype == "float32" for v in model.trainable_variables):
+        return _with_call(model, _in_a_scope)
+    return contextlib.nullcontext()
+
+
+def _in_a_scope(call: Callable[..., Any]) -> Callable[..., Any]:
+    def call_in_a_scope(*args, **kwargs):
+        with _Uncast():
+            return call(*args, **kwargs)
+
+    return call_in_a_scope
+
+
+@contextlib.contextmanager
+def _with_call(
+    layer: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Within, a layer has another `call`, made of its own."""
     call, before = layer.call, vars(layer).get("call")
-
-    @functools.wraps(call)
-    def cast_and_call(*args, **kwargs):
-        args, kwargs = keras.tree.map_structure(_cast_by(layer), (args, kwargs))
-        return call(*args, **kwargs)
-
-    layer.call = cast_and_call
+    layer.call = functools.wraps(call)(around(call))
     try:
         yield
     finally:
         del layer.call
         if before is not None:  # of `recompute_calls`
             layer.call = before
+
+
+def casting_inputs(layer: Any) -> contextlib.AbstractContextManager[None]:
+    """Within, `layer.call` casts its inputs to the compute dtype, as calling the layer does.
+
+    Keras builds a loaded model only by its `call`, on float32 inputs. A residual sum in half
+    precision fails then, and the model is left without weights.
+    """
+
+    def cast_first(call: Callable[..., Any]) -> Callable[..., Any]:
+        def cast_and_call(*args, **kwargs):
+            args, kwargs = keras.tree.map_structure(_cast_by(layer), (args, kwargs))
+            return call(*args, **kwargs)
+
+        return cast_and_call
+
+    return _with_call(layer, cast_first)
 
 
 def _cast_by(layer: Any) -> Callable[[Any], Any]:

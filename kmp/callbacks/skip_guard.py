@@ -9,7 +9,8 @@ from keras.layers import BatchNormalization, SpectralNormalization
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
-from kmp._keras import layers_of, without_autocast
+from kmp._keras import layers_of
+from kmp._keras.building import calls_in_a_scope
 from kmp._keras.optimizer import is_loss_scale_optimizer
 from kmp._keras.training import Buffer, metrics_of, state_of, still_there
 from kmp.callbacks.loss_tracker import LossTracker
@@ -54,7 +55,7 @@ def protected_step(
         tracker: the loss tracker that the model has while this step is compiled.
     """
     optimizer = model.optimizer
-    tracked = _tracked_step(optimizer, train_step, tracker)
+    tracked = _tracked_step(model, train_step, tracker)
     if not is_loss_scale_optimizer(optimizer):
         return tracked  # which skips nothing
     # Buffers of PyTorch that the first step left alone, as masks: they are not copied in each step.
@@ -102,17 +103,16 @@ def protected_step(
 
 
 def _tracked_step(
-    optimizer: Any, train_step: Callable[..., Any], tracker: LossTracker
+    model: Any, train_step: Callable[..., Any], tracker: LossTracker
 ) -> Callable[..., Any]:
     """The train step with the tracker's counts, which notes whether it has scaled its loss."""
+    optimizer = model.optimizer
     is_kmps = _is_kmps(optimizer)
 
     def tracked(*args: Any) -> Any:
         if is_kmps:
             optimizer.scale_was_read = False
-        # Keras's step on JAX opens no scope for the model, in which an `Embedding` would not cast
-        # its table: the gradient of a token would be added up in half precision, and stall.
-        with tracker.training(), without_autocast():
+        with tracker.training(), calls_in_a_scope(model):
             logs = train_step(*args)
         if is_kmps:
             optimizer.step_scales_loss = optimizer.scale_was_read
