@@ -112,17 +112,6 @@ def pytest_sessionfinish():
     gc.freeze()  # pytest collects five times before a process ends
 
 
-@pytest.fixture(autouse=True, scope="module")
-def nothing_left_to_collect():
-    """What a file's tests leave behind, such as traced functions, no later collection looks at.
-
-    After a thousand tests a collection took a second, and each of Keras's calls for one did.
-    """
-    yield
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def fresh_keras_state():
     """No test inherits another's seed, policy, names or distribution."""
