@@ -46,10 +46,10 @@ def calls_in_a_scope(model: Any) -> contextlib.AbstractContextManager[None]:
     In a scope an `Embedding` casts no table. Keras's train step on JAX opens none, and the gradient
     of a word would be added up in half precision there, and stall. Private: `AutocastScope`.
     """
-    is_jax = keras.backend.backend() == "jax"
-    if is_jax and all(v.dtype == "float32" for v in model.trainable_variables):
-        return _with_call(model, _in_a_scope)
-    return contextlib.nullcontext()
+    if keras.backend.backend() != "jax":
+        return contextlib.nullcontext()
+    dtypes = {v.dtype for v in model.variables if keras.backend.is_float_dtype(v.dtype)}
+    return _with_call(model, _in_a_scope) if dtypes <= {"float32"} else contextlib.nullcontext()
 
 
 def _in_a_scope(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -81,3 +81,24 @@ def test_a_table_in_float32_needs_no_watch(policy):
     if BACKEND == "torch" and policy == "bfloat16":
         watch = [kmp.callbacks.GradientHealth()]
         assert learned(MODELS["functional"], policy, None, watch) == np.float32(256 / TIMES)
+
+
+class Reads(layers.Layer):
+    """Computes in float32 with a frozen weight in bfloat16, and notes what it gets."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x):
+        self.got = keras.backend.standardize_dtype(ops.convert_to_tensor(self.scale).dtype)
+        return x * ops.cast(self.scale, x.dtype)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_frozen_weight_in_half_precision_is_cast_as_ever(watched):
+    reads = Reads(dtype=kmp.Policy("p=bf16,c=f32"))
+    model = keras.Sequential([keras.Input((2,)), reads, layers.Dense(1)])
+    model.compile(kmp.scaled("sgd"), "mse")
+    watch = [kmp.callbacks.GradientHealth()] if watched else []
+    model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0, callbacks=watch)
+    assert reads.got == "float32"
