@@ -336,6 +336,25 @@ def with_log(epsilon):
     return [hidden(), layers.Lambda(log, name="log"), head()]
 
 
+def words():
+    """A batch has one word, 640 times in each sample."""
+    x, _, weights = regression()
+    return np.zeros((len(x), 640), "int32"), np.ones((len(x), 1)), weights
+
+
+def frequent(**dtype):
+    table = layers.Embedding(2, 1, embeddings_initializer="ones", name="words", **dtype)
+    return [table, layers.GlobalAveragePooling1D(dtype="float32"), head(use_bias=False)]
+
+
+FREQUENT = {
+    "policy": "mixed_bfloat16",
+    "layers": frequent,
+    "data": words,
+    "optimizer": "sgd",
+    "rate": 0.003,
+}
+
 TINY = {"data": weighing(2.0**-42), "optimizer": "sgd", "rate": 2.0**38}
 
 
@@ -1402,6 +1421,25 @@ OF_AUDIT = [
         {**PURE, **BARE},
         "as it says",
         {"wrap": kmp.scaled, "policy": "mixed_bfloat16"},
+    ),
+    A(
+        "audit: half gradient",
+        "Give fit one of kmp's callbacks, such as kmp.callbacks.GradientHealth()",
+        "a batch has a word 5,120 times, and its gradient is a sum in bfloat16",
+        FREQUENT,
+        "as it says",
+        lambda: train(**FREQUENT),
+        float32=FREQUENT,
+        backends=("jax",),
+    ),
+    A(
+        "audit: half gradient",
+        "or " + FLOAT32_LAYER.replace("G", "g"),
+        "a batch has a word 5,120 times, and its gradient is a sum in bfloat16",
+        FREQUENT,
+        "as it says",
+        {"layers": lambda: frequent(dtype="float32")},
+        backends=("jax",),
     ),
     A(
         "audit: half statistics",

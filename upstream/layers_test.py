@@ -27,6 +27,21 @@ class LayerChangesTest(testing.TestCase):
         _, variance = ops.moments(ops.full((64, 1), 1000.5), axes=[0])
         self.assertAllClose(variance, [0.0], atol=1e-3)
 
+    def test_autocast_outside_a_scope(self):
+        """A train step on JAX calls a model without the scope of its policy."""
+
+        class Reads(layers.Layer):
+            def build(self, shape):
+                self.w = self.add_weight(shape=(), name="w")
+
+            def call(self, x):
+                self.read = str(ops.convert_to_tensor(self.w).dtype)
+                return x
+
+        layer = Reads(autocast=False, dtype="mixed_bfloat16")
+        layer(np.ones((2, 2)))
+        self.assertIn("float32", layer.read)
+
     def test_orthogonal_in_bfloat16(self):
         failed = None
         try:

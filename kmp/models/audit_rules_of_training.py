@@ -7,7 +7,7 @@ import keras
 import ml_dtypes
 import numpy as np
 from keras import Model
-from keras.layers import Softmax
+from keras.layers import Embedding, Softmax
 from keras.losses import Loss
 from keras.metrics import MeanMetricWrapper, Metric
 
@@ -139,6 +139,27 @@ def _share_that_stands_still(variables: list[Any], dtype: str, step: float) -> f
     before = np.concatenate(weights)
     up, down = ((before + x).astype(kind).astype("float32") for x in (step, -step))
     return float(np.mean((up == before) & (down == before)))
+
+
+def half_gradient(model: Any) -> Findings:
+    """Embeddings whose table Keras casts first in its train step on JAX.
+
+    The step calls `model.call`, which opens no scope of a policy. So the layers of the model itself
+    are called outside one, where `Layer.__call__` casts the variables of a layer even if its
+    `autocast` is false, as that of an `Embedding` is.
+    """
+    for layer in model.layers if keras.backend.backend() == "jax" else ():
+        dtype = layer.compute_dtype
+        if not isinstance(layer, Embedding) or not layer.trainable or dtype not in HALF_DTYPES:
+            continue
+        if layer.variable_dtype == "float32":
+            yield (
+                path_of(layer),
+                "without kmp, Keras's train step on JAX adds up the gradient of a word in "
+                f"{dtype}, where a sum of ones stalls at {whole_numbers(dtype)}.",
+                "Give fit one of kmp's callbacks, such as kmp.callbacks.GradientHealth(), or give "
+                'the layer dtype="float32".',
+            )
 
 
 def lost_on_reload(model: Any) -> Findings:

@@ -67,6 +67,8 @@ def audit(model: keras.Model) -> AuditReport:
     - `"float16 on a TPU"`: TPUs have no float16 matrix product;
     - `"half weights"`: weights in bfloat16 that Adam does not move, or in any half precision and so
       large that the optimizer's steps are rounded away;
+    - `"half gradient"`: the gradient of an `Embedding` that Keras's train step on JAX adds up in
+      half precision, unless `fit` has one of kmp's callbacks;
     - `"half statistics"`: moving averages in half precision that stall far from the true value, and
       other variables that a layer rounds when it updates them; and an average pooling of so many
       numbers that it is wrong where this machine adds them up in half precision;

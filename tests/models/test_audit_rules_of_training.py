@@ -333,3 +333,30 @@ def test_keras_still_loses_it(tmp_path):
         loaded = keras.models.load_model(tmp_path / "model.keras")
     assert not isinstance(loaded.optimizer, keras.optimizers.LossScaleOptimizer)
     assert loaded.layers[0].compute_dtype == "float16"
+
+
+class OfWords(keras.Model):
+    """An embedding of its own, and one inside a layer, whose scope it is called in."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = layers.Embedding(4, 2, name="words")
+        self.nested = layers.TimeDistributed(layers.Embedding(4, 2))
+
+    def call(self, x):
+        return self.words(x) + keras.ops.sum(self.nested(x[..., None]), axis=-2)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32", "bfloat16"])
+def test_the_gradient_of_an_embedding_is_a_sum_in_half_precision(policy):
+    keras.config.set_dtype_policy(policy)
+    model = OfWords()
+    model(np.zeros((2, 3), "int32"))
+    found = kmp.audit(model).of_kind("half gradient")
+    assert len(found) == (BACKEND == "jax" and policy.startswith("mixed"))
+    if found:
+        assert found[0].path.endswith("words") and "GradientHealth" in found[0].advice
+        counted = {"mixed_float16": "2048", "mixed_bfloat16": "256"}[policy]
+        assert f"stalls at {counted}." in found[0].problem
+    model.words.trainable = False
+    assert not kmp.audit(model).of_kind("half gradient")
