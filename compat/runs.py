@@ -38,7 +38,7 @@ QUICK = {"run_eagerly": True} if keras.backend.backend() != "jax" else {}
 def made(program: Program, policy="float32", wrap=plain, **arguments) -> keras.Model:
     """The program's model under `policy`, compiled, the same at every call."""
     arguments = arguments or QUICK
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(policy)
     model = program.compiled(program.make(), wrap, **arguments)

@@ -227,7 +227,7 @@ def fitted():
 def test_a_loop_ends_where_fit_does(loop, mode, fitted):
     if mode not in fitted:
         fitted[mode] = numbers(by_fit(mode))
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
     received, expected = numbers(LOOPS[loop](mode)), fitted[mode]
     assert received.keys() == expected.keys()
     for path, value in expected.items():
@@ -247,7 +247,7 @@ def test_what_they_are_compared_with_did_skip_and_train(mode):
     assert int(optimizer.iterations) == BATCHES - 1
     assert (int(optimizer.consecutive_skips), int(optimizer.step_counter)) == (0, counted)
     trained = model.get_weights()
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     fresh = make_model(mode)
     for w, start in zip(trained[:2], fresh.get_weights()[:2], strict=True):
         assert np.isfinite(w).all()

@@ -109,7 +109,7 @@ def unnamed():
 
 @pytest.mark.slow
 def test_who_follows_the_advice_has_the_whole_state():
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     saved = train(unnamed())
     for make, advised in (
         (lambda: build(unnamed()), "call keras.utils.clear_session() before you make them"),
@@ -119,7 +119,7 @@ def test_who_follows_the_advice_has_the_whole_state():
         restored.set_state_tree(tree_of(saved))
         with pytest.warns(kmp.PrecisionWarning, match=re.escape(advised)):
             train(restored)
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         restored = build(unnamed())
         restored.set_state_tree(tree_of(saved))
         for expected, received in zip(numbers(saved), numbers(restored), strict=True):
