@@ -12,9 +12,14 @@ TESTS = pathlib.Path(__file__).parent
 DEVICES = "--xla_force_host_platform_device_count=8"  # of the tests' own processes alone
 
 
-def environment(**changes):
-    """This process's environment, from which the programs import what the tests import."""
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+def environment(*, absent=True, **changes):
+    """This process's environment, from which the programs import what the tests import.
+
+    TensorFlow is absent on other backends, where Keras would import it to seed it.
+    """
+    backend = changes.get("KERAS_BACKEND", os.environ["KERAS_BACKEND"])
+    absent = [TESTS / "absent"] if absent and backend != "tensorflow" else []
+    path = os.pathsep.join(map(str, [TESTS.parent, TESTS, *absent]))
     inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "TF_CONFIG")}
     if flags := os.environ["XLA_FLAGS"].replace(DEVICES, "").strip():
         inherited["XLA_FLAGS"] = flags
