@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = pathlib.Path(train_application.__file__)
 # What is tested does not depend on how well XLA optimizes, and its compiler takes the time. On
 # JAX alone: TensorFlow, which runs it eagerly, needs no process of its own.
-QUICK_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+QUICK_COMPILER = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 
 # On JAX the others compile for a minute each.
