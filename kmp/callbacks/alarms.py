@@ -5,6 +5,7 @@ from typing import Any
 
 from kmp._common import warn
 from kmp._keras import layers_of
+from kmp.callbacks.verdict.large_steps import or_clip
 from kmp.callbacks.verdict.observation import Observation
 from kmp.callbacks.verdict.states import Limits, Verdict
 from kmp.health.report import GradientReport, SpikeEvent
@@ -62,7 +63,7 @@ class Alarms:
             report.step,
             f"gradient norm above {high:g}",
             {path: f"norm {x:.2g}" for path, x in measured.items() if x > high},
-            "lower the learning rate, or clip with global_clipnorm=1.0.",
+            f"lower the learning rate{or_clip(look)}.",
         )
 
     def of_skipped_steps(self, step: int, steps: int, skips: int) -> None:

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from linear_runs import SPE
+from older import of_keras
 from reports import Told, look_at
 
 import kmp
@@ -322,3 +323,26 @@ def test_deviations_of_ranks():
     """By hand: 6 of 6 pairs, 3 expected; the variance is 2 * 3 * 6 / 12."""
     assert deviations([1.0, 2.0], [3.0, 4.0, 5.0]) == pytest.approx(3 / 3**0.5)
     assert deviations([1.0, 2.0], [1.0, 2.0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("clips", "all_clip"),
+    [((None, 1.0), False), ((1.0, 0.5), True), ((None,), False), ((2.0,), False), ((1.0,), True)],
+)
+def test_nobody_who_clips_is_told_to_clip(clips, all_clip):
+    """Of several optimizers all do, or what the others update may still jump."""
+    parts = [keras.optimizers.SGD(1e-4, global_clipnorm=clip, name=f"of_{clip}") for clip in clips]
+    optimizer = parts[0]
+    if len(parts) > 1:
+        wrapper = of_keras("optimizers.MultiOptimizer")
+        optimizer = wrapper(lambda v: parts["bias" in v.path])
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile(kmp.scaled(optimizer, loss_scale="none"), "mse")
+    limits = kmp.callbacks.Limits(max_grad_norm=1.0, max_update_ratio=1e-9)
+    watch = kmp.callbacks.GradientHealth(update_freq=1, limits=limits)
+    x = np.full((32, 8), 10.0, "float32")
+    with pytest.warns(kmp.PrecisionWarning) as warned:
+        model.fit(x, np.zeros((32, 1)), batch_size=8, verbose=0, callbacks=[watch])
+    (said,) = [str(w.message) for w in warned if "gradient norm above" in str(w.message)]
+    assert watch.verdict.advice.startswith("Lower the learning rate"), str(watch.verdict)
+    assert ("clip" in watch.verdict.advice, "clip" in said) == (not all_clip, not all_clip)

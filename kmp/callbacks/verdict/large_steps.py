@@ -48,6 +48,11 @@ class _Ratios:
             self.last.append(look.update_ratio)
 
 
+def or_clip(look: Observation) -> str:
+    """What else to do about large gradients; nothing if all are clipped already."""
+    return "" if look.run.clips() else ", or clip with global_clipnorm=1.0"
+
+
 class GradientSize:
     """Whether the gradient's norm is far above its smallest after the first 100 steps.
 
@@ -91,7 +96,7 @@ class ExplodingGradients(Detector):
             "UNSTABLE",
             max(norms, key=lambda path: norms[path]),
             f"the gradient's norm is {report.grad_norm:.3g}",
-            "Lower the learning rate, or clip with global_clipnorm=1.0.",
+            f"Lower the learning rate{or_clip(look)}.",
         )
 
 
@@ -290,8 +295,7 @@ def _without(look: Observation, batch: _Batch) -> str:
 
 def _counting(look: Observation) -> str:
     """How to begin again if the batch is to count, as one of rare samples with a large weight."""
-    is_clipped = (look.run.optimizer.global_clipnorm or math.inf) <= 1
-    how = "" if is_clipped else " with global_clipnorm=1.0"
+    how = "" if look.run.clips() else " with global_clipnorm=1.0"
     if look.in_float16 and look.report.overflow_skips:
         how += ' in "mixed_bfloat16", where its gradients do not overflow'
     return f" If its samples are rare and weigh much, begin again{how}." if how else ""
@@ -376,7 +380,7 @@ class SpikeBudget(Detector):
             f"{look.num_spikes} of the last {look.steps} steps were left out as spikes. Their "
             "budget is spent: gradients of that size are applied now",
             "They are not rare. If the data have changed, go on: the limit has followed them. If "
-            "many batches are bad, look at them, or clip with global_clipnorm=1.0.",
+            f"many batches are bad, look at them{or_clip(look)}.",
         )
 
 

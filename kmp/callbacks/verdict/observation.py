@@ -15,7 +15,7 @@ from keras.layers import BatchNormalization, InputLayer
 from kmp._backend import backend
 from kmp._backend.types import Tensor
 from kmp._keras import layers_of, own_weights, path_of
-from kmp._keras.optimizer import inner_optimizer_of
+from kmp._keras.optimizer import inner_optimizer_of, parts_of
 from kmp._keras.training import buffers_of, state_of
 from kmp.callbacks.loss_tracker import RECENT, read_losses
 from kmp.callbacks.verdict.states import Limits, Verdict
@@ -119,6 +119,10 @@ class Run:
         """The highest learning rate of the variables with these paths, in the last step."""
         self.sync()
         return highest_rate(self.optimizer, paths)
+
+    def clips(self) -> bool:
+        """Whether all optimizers clip the norm of their gradients together, to 1 at most."""
+        return all((x.global_clipnorm or math.inf) <= 1 for x in parts_of(self.optimizer))
 
     def weight_decay(self) -> float:
         """The largest share of a weight that weight decay takes in a step."""
