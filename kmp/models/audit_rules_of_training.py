@@ -155,8 +155,8 @@ def half_gradient(model: Any) -> Findings:
         if layer.variable_dtype == "float32":
             yield (
                 path_of(layer),
-                "without kmp, Keras's train step on JAX adds up the gradient of a word in "
-                f"{dtype}, where a sum of ones stalls at {whole_numbers(dtype)}.",
+                "unless fit has one of kmp's callbacks, Keras's train step on JAX adds up the "
+                f"gradient of a word in {dtype}: a sum of ones stalls at {whole_numbers(dtype)}.",
                 "Give fit one of kmp's callbacks, such as kmp.callbacks.GradientHealth(), or give "
                 'the layer dtype="float32".',
             )
