@@ -50,6 +50,9 @@ def protect(model: Any) -> "Protection":
     is applied, but would multiply a moving variance by more than the rule's factor: after the first
     100 steps, and within a budget of the rule's size.
 
+    On JAX the step also adds up the gradient of an `Embedding` in float32 under a mixed policy, as
+    on the other backends. Keras's own does that in half precision, where a sum of ones stalls.
+
     The seeds of dropout and augmentation go on: the next step draws other numbers. A batch whose
     mask made it overflow would otherwise do so for ever. A copy of the model is not protected.
 

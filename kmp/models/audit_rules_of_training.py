@@ -146,19 +146,20 @@ def half_gradient(model: Any) -> Findings:
 
     The step calls `model.call`, which opens no scope of a policy. So the layers of the model itself
     are called outside one, where `Layer.__call__` casts the variables of a layer even if its
-    `autocast` is false, as that of an `Embedding` is.
+    `autocast` is false, as that of an `Embedding` is. `kmp.protect` opens a scope.
     """
-    for layer in model.layers if keras.backend.backend() == "jax" else ():
+    is_protected = "make_train_function" in vars(model)
+    for layer in model.layers if keras.backend.backend() == "jax" and not is_protected else ():
         dtype = layer.compute_dtype
         if not isinstance(layer, Embedding) or not layer.trainable or dtype not in HALF_DTYPES:
             continue
         if layer.variable_dtype == "float32":
             yield (
                 path_of(layer),
-                "unless fit has one of kmp's callbacks, Keras's train step on JAX adds up the "
-                f"gradient of a word in {dtype}: a sum of ones stalls at {whole_numbers(dtype)}.",
-                "Give fit one of kmp's callbacks, such as kmp.callbacks.GradientHealth(), or give "
-                'the layer dtype="float32".',
+                f"Keras's train step on JAX adds up the gradient of a word in {dtype}, where a sum "
+                f"of ones stalls at {whole_numbers(dtype)}.",
+                "Call kmp.protect(model), as each of kmp's callbacks does in fit, or give the "
+                'layer dtype="float32".',
             )
 
 

@@ -40,14 +40,22 @@ def functional(embedding, **dtype):
     return keras.Sequential([keras.Input(WORDS.shape[1:], dtype="int32"), words, add_up])
 
 
-def learned(make, policy, jit, callbacks):
-    """How far one step of SGD moves the word, as a share of how far it should."""
+def learned(make, policy, jit, callbacks, method="fit"):
+    """How far one step of SGD moves the word, as a share of how far it should.
+
+    Without a list of callbacks `kmp.protect` has to do.
+    """
     keras.config.set_dtype_policy(policy)
     model = make()
     optimizer = kmp.scaled("sgd", kmp.DynamicLossScale(initial_scale=1.0), learning_rate=2.0**-10)
     model.compile(optimizer, lambda _, y: ops.sum(y, axis=-1), jit_compile=jit)
     targets = np.zeros((BATCH, 2))
-    model.fit(WORDS, targets, batch_size=BATCH, verbose=0, callbacks=callbacks)
+    if callbacks is None:
+        kmp.protect(model)
+    if method == "fit":
+        model.fit(WORDS, targets, batch_size=BATCH, verbose=0, callbacks=callbacks)
+    else:
+        model.train_on_batch(WORDS, targets)
     (table,) = [v for v in model.trainable_variables if v.shape == (4, 2)]
     return float(-ops.convert_to_numpy(table)[0, 0] * 2**10 / (TIMES / BATCH))
 
@@ -65,6 +73,11 @@ MODELS = {
 def test_all_of_them_count(name, policy, jit):
     watch = [kmp.callbacks.GradientHealth()]
     assert learned(MODELS[name], policy, jit, watch) == 1
+
+
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_all_of_them_count_without_a_callback(method):
+    assert learned(MODELS["functional"], "mixed_bfloat16", None, None, method) == 1
 
 
 @pytest.mark.only("jax")
