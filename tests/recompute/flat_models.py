@@ -53,9 +53,9 @@ def mobile():
 
 
 def transfer():
-    """That as the backbone of a Sequential model."""
-    backbone = keras.applications.MobileNetV2(
-        weights=None, include_top=False, input_shape=(32, 32, 3), alpha=0.35
+    """Another as the backbone of a Sequential model."""
+    backbone = keras.applications.MobileNet(
+        weights=None, include_top=False, input_shape=(32, 32, 3), alpha=0.25
     )
     head = [layers.GlobalAveragePooling2D(), layers.Dense(3)]
     return keras.Sequential([keras.Input((32, 32, 3)), layers.RandomFlip(), backbone, *head])
