@@ -53,6 +53,10 @@ MODES = {"graph", "xla", "jit"}  # what is about one of these is about this back
 ALL_OF = {"test_contract.py", "test_faults.py", "test_house.py"}  # of these the first run has all
 
 
+# They have tests of a minute and more, and begin: at the end a process would wait for the other.
+LONG = {"test_examples.py", "test_gpu.py", "test_killed_replicas.py", "test_notebooks.py"}
+
+
 def is_first(item):
     """Whether `make test` runs this test on TensorFlow: the core, and a sixth of the others."""
     marks = {mark.name for mark in item.iter_markers()}
@@ -90,6 +94,7 @@ def pytest_collection_modifyitems(config, items):
     theirs = {item for item in items if is_the_others(item) or rests_today(item)}
     config.hook.pytest_deselected(items=list(theirs))
     items[:] = [item for item in items if item not in theirs]
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if is_first(item):
             item.add_marker("first")
