@@ -46,10 +46,15 @@ def calls_in_a_scope(model: Any) -> contextlib.AbstractContextManager[None]:
     In a scope an `Embedding` casts no table. Keras's train step on JAX opens none, and the gradient
     of a word would be added up in half precision there, and stall. Private: `AutocastScope`.
     """
-    if keras.backend.backend() != "jax":
+    if keras.backend.backend() != "jax" or not can_be_called_in_a_scope(model):
         return contextlib.nullcontext()
+    return _with_call(model, _in_a_scope)
+
+
+def can_be_called_in_a_scope(model: Any) -> bool:
+    """Whether all weights are float32, for those in half precision would not be cast there."""
     dtypes = {v.dtype for v in model.variables if keras.backend.is_float_dtype(v.dtype)}
-    return _with_call(model, _in_a_scope) if dtypes <= {"float32"} else contextlib.nullcontext()
+    return dtypes <= {"float32"}
 
 
 def _in_a_scope(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from keras.metrics import MeanMetricWrapper, Metric
 
 from kmp._backend import backend
 from kmp._keras import compile_arguments, function_of, layers_of, path_of, symbolic_outputs
+from kmp._keras.building import can_be_called_in_a_scope
 from kmp._keras.optimizer import (
     inner_optimizer_of,
     is_loss_scale_optimizer,
@@ -146,9 +147,11 @@ def half_gradient(model: Any) -> Findings:
 
     The step calls `model.call`, which opens no scope of a policy. So the layers of the model itself
     are called outside one, where `Layer.__call__` casts the variables of a layer even if its
-    `autocast` is false, as that of an `Embedding` is. `kmp.protect` opens a scope.
+    `autocast` is false, as that of an `Embedding` is. `kmp.protect` opens one if it can.
     """
-    is_protected = "make_train_function" in vars(model)
+    can_protect = can_be_called_in_a_scope(model)
+    is_protected = can_protect and "make_train_function" in vars(model)
+    protect = "Call kmp.protect(model), as each of kmp's callbacks does in fit, or give the layer"
     for layer in model.layers if keras.backend.backend() == "jax" and not is_protected else ():
         dtype = layer.compute_dtype
         if not isinstance(layer, Embedding) or not layer.trainable or dtype not in HALF_DTYPES:
@@ -158,8 +161,7 @@ def half_gradient(model: Any) -> Findings:
                 path_of(layer),
                 f"Keras's train step on JAX adds up the gradient of a word in {dtype}, where a sum "
                 f"of ones stalls at {whole_numbers(dtype)}.",
-                "Call kmp.protect(model), as each of kmp's callbacks does in fit, or give the "
-                'layer dtype="float32".',
+                f'{protect if can_protect else "Give the layer"} dtype="float32".',
             )
 
 

@@ -338,13 +338,14 @@ def test_keras_still_loses_it(tmp_path):
 class OfWords(keras.Model):
     """An embedding of its own, and one inside a layer, whose scope it is called in."""
 
-    def __init__(self):
+    def __init__(self, last=lambda x: x):
         super().__init__()
+        self.last = last
         self.words = layers.Embedding(4, 2, name="words")
         self.nested = layers.TimeDistributed(layers.Embedding(4, 2))
 
     def call(self, x):
-        return self.words(x) + keras.ops.sum(self.nested(x[..., None]), axis=-2)
+        return self.last(self.words(x) + keras.ops.sum(self.nested(x[..., None]), axis=-2))
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32", "bfloat16"])
@@ -364,3 +365,14 @@ def test_the_gradient_of_an_embedding_is_a_sum_in_half_precision(policy):
     assert kmp.audit(model).of_kind("half gradient") == found
     model.words.trainable = False
     assert not kmp.audit(model).of_kind("half gradient")
+
+
+@pytest.mark.only("jax")
+def test_it_is_one_in_a_protected_model_too_where_other_weights_are_in_half_precision():
+    """They would not be cast in the scope in which an embedding casts nothing."""
+    model = OfWords(layers.Dense(2, dtype=kmp.Policy("p=bf16,c=f32"), trainable=False))
+    model(np.zeros((2, 3), "int32"))
+    model.compile(kmp.scaled("sgd"), "mse")
+    with kmp.protect(model):
+        (found,) = kmp.audit(model).of_kind("half gradient")
+    assert found.advice == 'Give the layer dtype="float32".'
