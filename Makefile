@@ -9,7 +9,7 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 PYTEST_OLDEST = $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal
 NARROW = "not wide and (not slow or quick)"
 # What `make test` runs compiles as users do, and so does the contract on all versions. The other
-# tests leave out what XLA's CPU compiler does for speed, which takes half of the time. The code that
+# tests leave out what XLA's CPU compiler does for speed: on JAX half of the time. The code that
 # it emits without its fusion emitters multiplies and adds in one rounding where the CPU can: two
 # programs that compute the same would differ.
 AVX = $(if $(filter x86_64,$(shell uname -m)),--xla_cpu_max_isa=AVX)

@@ -149,7 +149,10 @@ def half_gradient(model: Any) -> Findings:
     are called outside one, where `Layer.__call__` casts the variables of a layer even if its
     `autocast` is false, as that of an `Embedding` is. `kmp.protect` opens one if it can.
     """
-    can_protect = can_be_called_in_a_scope(model)
+    optimizer: Any = getattr(model, "optimizer", None)
+    can_protect = can_be_called_in_a_scope(model) and (
+        optimizer is None or is_loss_scale_optimizer(optimizer)
+    )
     is_protected = can_protect and "make_train_function" in vars(model)
     protect = "Call kmp.protect(model), as each of kmp's callbacks does in fit, or give the layer"
     for layer in model.layers if keras.backend.backend() == "jax" and not is_protected else ():

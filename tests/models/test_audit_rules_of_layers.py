@@ -222,7 +222,8 @@ def test_tensor_cores_have_nothing_to_say_of_heads_biases_colours_and_look_ups()
     x = layers.MultiHeadAttention(12, 64)(x, x)
     y = layers.Flatten()(layers.Conv2D(16, 3)(images))
     outputs = layers.Dense(8)(layers.Concatenate()([layers.Flatten()(x), y]))
-    assert not kmp.audit(keras.Model([images, tokens], outputs)).of_kind("tensor cores")
+    of_words = ["half gradient"] if keras.backend.backend() == "jax" else []
+    assert kinds_of(keras.Model([images, tokens], outputs)) == of_words
     x = keras.Input((4, 8))
     odd = keras.Model(x, layers.MultiHeadAttention(5, 5, name="mha")(x, x))
     found = kmp.audit(odd).of_kind("tensor cores")

@@ -363,6 +363,9 @@ def test_the_gradient_of_an_embedding_is_a_sum_in_half_precision(policy):
     with kmp.protect(model):
         assert not kmp.audit(model).of_kind("half gradient")
     assert kmp.audit(model).of_kind("half gradient") == found
+    model.compile("sgd", "mse", auto_scale_loss=False)  # which `kmp.protect` refuses
+    advised = [finding.advice for finding in kmp.audit(model).of_kind("half gradient")]
+    assert advised == ['Give the layer dtype="float32".'] * len(found)
     model.words.trainable = False
     assert not kmp.audit(model).of_kind("half gradient")
 
