@@ -26,14 +26,18 @@ class Noted(layers.Layer):
 def residual():
     """Convolutions with skips; operations that are no layers; a layer that draws, counts, adds."""
     inputs = keras.Input(IMAGE)
+    x = layers.GlobalAveragePooling2D()(convolutions(inputs))
+    return keras.Model(inputs, layers.Dense(3, name="head")(x))
+
+
+def convolutions(inputs, number=4):
     x = layers.Conv2D(WIDTH, 3, padding="same", name="stem")(inputs)
-    for i in range(4):
+    for i in range(number):
         y = layers.ReLU()(layers.BatchNormalization(name=f"norm{i}")(x))
         y = layers.Conv2D(WIDTH, 3, padding="same", name=f"conv{i}")(y)
         y = layers.Dropout(0.3, seed=i or None)(y)  # without a seed from PyTorch's generator
         x = layers.Add(name=f"add{i}")([x, y]) if i % 2 else x + Noted(name=f"noted{i}")(y)
-    x = layers.GlobalAveragePooling2D()(x)
-    return keras.Model(inputs, layers.Dense(3, name="head")(x))
+    return x
 
 
 def stack():
@@ -53,12 +57,11 @@ def mobile():
 
 
 def transfer():
-    """Another as the backbone of a Sequential model."""
-    backbone = keras.applications.MobileNet(
-        weights=None, include_top=False, input_shape=(32, 32, 3), alpha=0.25
-    )
+    """A model as the backbone of a Sequential one."""
+    inputs = keras.Input(IMAGE)
+    backbone = keras.Model(inputs, convolutions(inputs, 8), name="backbone")
     head = [layers.GlobalAveragePooling2D(), layers.Dense(3)]
-    return keras.Sequential([keras.Input((32, 32, 3)), layers.RandomFlip(), backbone, *head])
+    return keras.Sequential([keras.Input(IMAGE), layers.RandomFlip(), backbone, *head])
 
 
 def masked():

@@ -45,10 +45,8 @@ def train(make, policy, mode, recomputed):
 @pytest.mark.parametrize("make", MODELS)
 def test_the_run_is_that_without_it(make, policy, mode):
     """Weights, statistics, seeds, slots, counters, skipped steps and the loss scale."""
-    if (mode, policy) == ("jit", "mixed_bfloat16") and make in (mobile, transfer):
-        pytest.skip(
-            "27 normalizations or more over 8 images: XLA at another level moves it further"
-        )
+    if (mode, policy, make) == ("jit", "mixed_bfloat16", mobile):
+        pytest.skip("52 normalizations over 8 images: XLA at another level moves it further")
     plain, model = (train(make, policy, mode, again) for again in (False, True))
     assert_same(state(plain), state(model), TOLERANCES[policy] if mode == "jit" else 0)
     if make is residual:
@@ -87,7 +85,7 @@ def test_names_and_a_number_choose_segments():
 def test_the_largest_model_in_the_model_is_cut():
     model = transfer()
     ends = kmp.recompute(model).paths
-    assert len(ends) > 3 and all(model.layers[1].get_layer(end) for end in ends)
+    assert len(ends) > 3 and set(ends) <= {each.name for each in model.layers[1].operations}
     assert kmp.recompute(model, segments=ends).paths == ends
     assert len(kmp.recompute(model, segments=3).rows) == 2
 
