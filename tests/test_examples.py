@@ -151,6 +151,9 @@ IN_A_PROCESS_OF_THEIR_OWN = {
     "finetune_on_a_tpu.py",
 }
 
+# On TensorFlow their notebooks run, which have all of their code; see test_notebooks.py.
+RECIPES = runpy.run_path(str(ROOT / "notebooks" / "from_examples.py"))["RECIPES"]
+
 # `make programs` runs them; keras-hub warns of what it does itself.
 WITH_KERAS_HUB = {"finetune_language_model.py", "finetune_on_a_tpu.py", "float16_on_a_t4.py"}
 
@@ -293,24 +296,7 @@ def check_that_images_come_closer(printed):
     assert near < 0.8 * far
 
 
-def backends_of(script):
-    if script in ON_JAX_ALONE:
-        return ["jax"]
-    if script in ON_TORCH_ALONE:
-        return ["torch"]
-    return ["tensorflow", "torch"] if script in NOT_ON_JAX else ["tensorflow", "jax", "torch"]
-
-
-@pytest.mark.parametrize(
-    "script", [pytest.param(x, marks=pytest.mark.only(*backends_of(x))) for x in SCRIPTS]
-)
-def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path, monkeypatch):
-    if script in WITH_KERAS_HUB:
-        pytest.importorskip("keras_hub")
-    if script in IN_A_PROCESS_OF_THEIR_OWN:
-        printed = run(script, tmp_path, "--smoke")
-    else:
-        printed = run_here(script, monkeypatch, tmp_path)
+def check_what_is_printed(script, printed):
     expected = EXPECTED.get(script, [])
     for line in expected[BACKEND] if isinstance(expected, dict) else expected:
         assert re.search(line, printed, re.MULTILINE), f"{line}\n---\n{printed}"
@@ -335,6 +321,29 @@ def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path, monkeypat
     if script == "when_float16_fails.py":
         check_that_kmp_keeps_the_gradients_that_plain_float16_loses(printed)
         check_that_kmp_backs_off_where_plain_float16_turns_to_nan(printed)
+
+
+def backends_of(script):
+    if script in ON_JAX_ALONE:
+        return ["jax"]
+    if script.removesuffix(".py") in RECIPES:
+        return ["jax", "torch"]
+    if script in ON_TORCH_ALONE:
+        return ["torch"]
+    return ["tensorflow", "torch"] if script in NOT_ON_JAX else ["tensorflow", "jax", "torch"]
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(x, marks=pytest.mark.only(*backends_of(x))) for x in SCRIPTS]
+)
+def test_a_script_ends_well_and_shows_what_it_should(script, tmp_path, monkeypatch):
+    if script in WITH_KERAS_HUB:
+        pytest.importorskip("keras_hub")
+    if script in IN_A_PROCESS_OF_THEIR_OWN:
+        printed = run(script, tmp_path, "--smoke")
+    else:
+        printed = run_here(script, monkeypatch, tmp_path)
+    check_what_is_printed(script, printed)
 
 
 def make_preset(folder, monkeypatch):

@@ -9,6 +9,7 @@ import runpy
 import pytest
 from oracle import BACKEND
 from processes import environment
+from test_examples import RECIPES, check_what_is_printed
 
 pytestmark = pytest.mark.any_backend
 
@@ -69,12 +70,13 @@ def outputs_of(notebook):
 
 
 def check_the_outputs(name, outputs):
-    """No error, every word, and a picture."""
+    """No error, every word, and a picture. Return all that was printed."""
     assert [out for out in outputs if out["output_type"] == "error"] == []
     said = "".join("".join(out.get("text", "")) for out in outputs)
     assert [word for word in WORDS[name] if not re.search(word, said)] == [], said
     drawn = any("image/png" in out.get("data", {}) for out in outputs)
     assert drawn or name in WITHOUT_PICTURES
+    return said
 
 
 def test_every_notebook_has_its_words():
@@ -104,8 +106,8 @@ def test_the_first_cell_installs(name):
 def test_recipes_are_those_of_the_examples():
     """`make notebooks` writes them again where a script has changed."""
     recipes = runpy.run_path(str(ROOT / "notebooks" / "from_examples.py"))
-    assert set(recipes["RECIPES"]) <= set(NOTEBOOKS)
-    for name in recipes["RECIPES"]:
+    assert set(RECIPES) <= set(NOTEBOOKS)
+    for name in RECIPES:
         stored = recipes["sources"](json.loads(NOTEBOOKS[name].read_text()))
         assert stored == recipes["cells_of"](name), name
 
@@ -127,4 +129,6 @@ def test_notebooks_run(name, tmp_path, monkeypatch):
             cell.outputs = []
     place = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3", resources=place).execute()
-    check_the_outputs(name, outputs_of(notebook))
+    printed = check_the_outputs(name, outputs_of(notebook))
+    if name in RECIPES:
+        check_what_is_printed(f"{name}.py", printed)
