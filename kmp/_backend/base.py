@@ -574,21 +574,21 @@ class Backend(abc.ABC):
             x = ops.bitwise_xor(x, _shifted(x, by))
         return x
 
-    def add_noise(self, x: Tensor, bits: Tensor, mask: int, end: float) -> Tensor:
-        """Add random bits to those of numbers, and set these bits to zero.
+    def add_noise(self, x: Tensor, noise: Tensor, mask: int, end: float) -> Tensor:
+        """Add noise to the bits of numbers, and keep some of the bits.
 
         Args:
             x: float32[...].
-            bits: int32[...].
-            mask: which bits.
+            noise: int32[...]. PyTorch may write into it.
+            mask: the bits that stay; the others become zero.
             end: the magnitude from which on a number is not added to.
 
         Returns:
             int32[...], the bits of float32.
         """
         # Python's operators keep int32 whatever Keras's floatx is; see `hash_bits`.
-        noise = ops.where(ops.abs(x) < end, bits & mask, 0)
-        return (self.bitcast(x, "int32") + noise) & ~mask
+        noise = ops.where(ops.abs(x) < end, noise, 0)
+        return (self.bitcast(x, "int32") + noise) & mask
 
     def read(self, model: Any, variables: list[Variable], each: bool = False) -> list[Tensor]:
         """Return the present values of variables of a model, its optimizer or its metrics.

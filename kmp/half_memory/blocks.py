@@ -14,7 +14,7 @@ from keras import ops
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
-from kmp.half_memory.rounding import counters_of
+from kmp.half_memory.rounding import starts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,16 +110,16 @@ class Block:
             found.append((variable, slice(start, stop)))
         return found
 
-    def counters(self, keys: tuple[Tensor, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    def starts(self, key: Tensor) -> dict[int, Tensor]:
         """Of the random numbers that its views need, by the number of their `Draw`.
 
         Args:
-            keys: of the seed and the step.
+            key: of the seed and the step.
         """
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        found: dict[int, Tensor] = {}
         for view in self.views:
             if view.at_random and view.draw.number not in found:
-                found[view.draw.number] = counters_of(self._draws(view), keys)
+                found[view.draw.number] = starts_of(self._draws(view), key)
         return found
 
     def _draws(self, view: Any) -> list[tuple[int, int, int]]:

@@ -15,6 +15,7 @@ from keras import ops
 from kmp._backend import backend
 from kmp._backend.types import Tensor
 
+_LOWER = 2**16 - 1
 _LARGEST = 0x7F7FFFFF  # the last float32 before inf; its upper half is the last bfloat16
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: spreads consecutive numbers
 
@@ -28,7 +29,7 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
     Args:
         x: float32[...].
-        bits: int32[...], random in the lower 16 bits.
+        bits: int32[...], random from 0 to 65535. PyTorch may write into them.
 
     Returns:
         bfloat16[...].
@@ -36,7 +37,7 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     Example:
 
     >>> x = ops.full((1000,), 1 + 2.0**-9)  # a quarter of the way from 1 to the next bfloat16
-    >>> rounded = stochastic_round(x, random_bits((1000,), 0, 0, 0))
+    >>> rounded = stochastic_round(x, part_of(random_bits((1000,), 0, 0, 0), 0))
     >>> sorted({float(each) for each in rounded})
     [1.0, 1.0078125]
 
@@ -50,21 +51,23 @@ def round_to_24_bits(x: Tensor, bits: Tensor) -> Tensor:
 
     Args:
         x: float32[...].
-        bits: int32[...], random in the lower 8 bits; or 128, to round to nearest.
+        bits: int32[...], of which the lower 8 bits are random; or 128, to round to nearest. PyTorch
+            may write into them.
 
     Returns:
         float32[...].
     """
+    bits &= 2**8 - 1
     return _at_random(x, bits, 8)
 
 
-def _at_random(x: Tensor, bits: Tensor, below: int) -> Tensor:
+def _at_random(x: Tensor, noise: Tensor, below: int) -> Tensor:
     """float32 whose lower bits, so many of them, are zero."""
     lower = 2**below - 1
     # From here on no noise: it would reach infinity, or make another number of it or of NaN. (A NaN
     # that arithmetic makes has bits in the upper half.)
     end = float(np.uint32(_LARGEST & ~lower).view("float32"))
-    return backend.bitcast(backend.add_noise(x, bits, lower, end), "float32")
+    return backend.bitcast(backend.add_noise(x, noise, ~lower, end), "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +85,14 @@ class Draw:
 
 
 def part_of(bits: Tensor, part: int) -> Tensor:
-    """int32, which has a part of random bits, as `Draw` says, in its lower 16."""
+    """int32 from 0 to 65535 in memory of their own: a part of random bits, as `Draw` says."""
     if part == 0:
-        return bits
+        return bits & _LOWER
     upper = ops.right_shift(bits, 16)
-    return upper if part == 1 else ops.bitwise_xor(bits, upper)
+    if part == 2:
+        upper ^= bits
+    upper &= _LOWER
+    return upper
 
 
 def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, number: int) -> Tensor:
@@ -106,74 +112,67 @@ def random_bits(shape: Sequence[int], seed: Tensor, step: Tensor, number: int) -
     >>> [int(x) for x in random_bits((2,), 0, 1, 0)] == [int(x) for x in random_bits((2,), 0, 1, 0)]
     True
 
-    Source: Salmon et al. 2011, *Parallel Random Numbers: As Easy as 1, 2, 3* (counters in place of
-    a state); the hash is the finalizer of Appleby's MurmurHash3, applied twice.
+    Source: Steele, Lea and Flood 2014, *Fast Splittable Pseudorandom Number Generators*: steps of
+    the golden ratio, and a hash of where they lead, here the finalizer of Appleby's MurmurHash3.
+    Salmon et al. 2011, *Parallel Random Numbers: As Easy as 1, 2, 3*: counters in place of a state.
     """
-    return bits_of(shape, keys_of(seed, step), number)
+    return bits_of(shape, key_of(seed, step), number)
 
 
-def bits_of(shape: Sequence[int], keys: tuple[Tensor, Tensor], number: int) -> Tensor:
-    """What `random_bits` draws for a seed and a step that have these keys."""
-    key, other = keys
-    inner, outer = _of_number(number)
-    hashed = backend.hash_bits(_indices(shape) + (key ^ inner))
-    return backend.hash_bits(ops.bitwise_xor(hashed, other + outer))
+def bits_of(shape: Sequence[int], key: Tensor, number: int) -> Tensor:
+    """What `random_bits` draws for a seed and a step that have this key."""
+    return backend.hash_bits(_steps(shape) + _start(key, number))
 
 
-def counters_of(
-    draws: Sequence[tuple[int, int, int]], keys: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def starts_of(draws: Sequence[tuple[int, int, int]], key: Tensor) -> Tensor:
     """What `bits_from` makes parts of what `random_bits` draws from, one part after the other.
 
     Args:
         draws: for each part the number, the first element and how many.
-        keys: of the seed and the step.
+        key: of the seed and the step.
 
     Returns:
-        Two of int32[]; of int32[sum of elements] if there are several parts.
+        int32[]; int32[sum of elements] if there are several parts.
     """
-    key, other = keys
-    begun, outer, before = [], [], 0
+    starts, before = [], 0
     for number, first, count in draws:
-        of_inner, of_outer = _of_number(number)
-        begun.append((key ^ of_inner) + _signed(first - before))
-        outer.append(other + of_outer)
+        starts.append(_start(key, number) + _signed(_GOLDEN * (first - before)))
         before += count
     if len(draws) == 1:
-        return begun[0], outer[0]
+        return starts[0]
     counts = ops.convert_to_tensor([count for *_, count in draws], "int32")
-    return ops.repeat(ops.stack(begun), counts), ops.repeat(ops.stack(outer), counts)
+    return ops.repeat(ops.stack(starts), counts)
 
 
-def bits_from(counters: tuple[Tensor, Tensor], number: int) -> Tensor:
-    """int32[number], random bits, from what `counters_of` has returned."""
-    begun, outer = counters
-    hashed = backend.hash_bits(ops.arange(number, dtype="int32") + begun)
-    return backend.hash_bits(ops.bitwise_xor(hashed, outer))
+def bits_from(starts: Tensor, number: int) -> Tensor:
+    """int32[number], random bits, from what `starts_of` has returned."""
+    steps = ops.arange(number, dtype="int32")
+    steps *= _signed(_GOLDEN)  # PyTorch needs no new memory for it
+    steps += starts
+    return backend.hash_bits(steps)
 
 
-def keys_of(seed: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 scalars of a step, the same for all numbers: XLA computes them once."""
-    key = backend.hash_bits(backend.hash_bits(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
-    return key, backend.hash_bits(key + _signed(_GOLDEN))
+def key_of(seed: Tensor, step: Tensor) -> Tensor:
+    """int32[] of a step, the same for all numbers: XLA computes it once."""
+    return backend.hash_bits(backend.hash_bits(ops.cast(seed, "int32")) + ops.cast(step, "int32"))
 
 
-def _of_number(number: int) -> tuple[int, int]:
-    """What is mixed into each of the two rounds."""
-    inner, outer = (_signed(_hash_number(_GOLDEN * (2 * number + i))) for i in (1, 2))
-    return inner, outer
+def _start(key: Tensor, number: int) -> Tensor:
+    """int32[]: where the numbers of a weight begin."""
+    return key ^ _signed(_hash_number(_GOLDEN * (number + 1)))
 
 
-def _indices(shape: Sequence[int]) -> Tensor:
-    """int32[shape]: the number of each element, modulo 2**32.
+def _steps(shape: Sequence[int]) -> Tensor:
+    """int32[shape]: the golden ratio times the number of each element, modulo 2**32.
 
     As a sum over the axes: each device computes the part of a sharded variable that it holds.
     """
-    indices = ops.zeros((1,) * len(shape), "int32")
+    steps = ops.zeros((1,) * len(shape), "int32")
     for axis, size in enumerate(shape):
-        along = ops.arange(size, dtype="int32") * _signed(math.prod(shape[axis + 1 :]))
-        indices = indices + ops.reshape(along, (size, *[1] * (len(shape) - axis - 1)))
-    return indices
+        step = _signed(_GOLDEN * math.prod(shape[axis + 1 :]))
+        along = ops.arange(size, dtype="int32") * step
+        steps = steps + ops.reshape(along, (size, *[1] * (len(shape) - axis - 1)))
+    return steps
 
 
 def _hash_number(x: int) -> int:

@@ -317,24 +317,24 @@ class _InBlocks:
             else:
                 given[id(member.view)] = gradient
                 members.append(member)
-        keys, settings = self._rounding.keys(), updates.settings_of(self._inner)
+        key, settings = self._rounding.key(), updates.settings_of(self._inner)
         for block in self._blocks_of(members):
             rate = ops.cast(learning_rate, "float32")
-            self._update_block(block, given, rate, keys, settings)
+            self._update_block(block, given, rate, key, settings)
 
     def _update_block(
         self,
         block: Block,
         gradients: Mapping[int, Tensor],
         learning_rate: Tensor,
-        keys: tuple[Tensor, Tensor],
+        key: Tensor,
         settings: Any,
     ) -> None:
         parts = [block.rows(view, part) for view in block.views for part in view.PARTS]
         numbers = [v.value for v in self._own_numbers]
-        counters = [x for pair in block.counters(keys).values() for x in pair]
+        starts = block.starts(key).values()
         values = [block.read(each) for each in parts]
-        inputs = [block.gradient(gradients), learning_rate, *numbers, *counters, *values]
+        inputs = [block.gradient(gradients), learning_rate, *numbers, *starts, *values]
         function = self._function_of(block, inputs, settings)
         for part, value in zip(parts, function(*inputs), strict=True):
             backend.write_rows(part, value)
@@ -366,14 +366,14 @@ class _InBlocks:
             block: one of the kind of that which is updated.
             gradient: float32.
             learning_rate: float32[].
-            tensors: the optimizer's own numbers, the counters of the random ones, and the parts.
+            tensors: the optimizer's own numbers, the starts of the random ones, and the parts.
         """
         left = iter(tensors)
         scope = StatelessScope([(v, next(left)) for v in self._own_numbers])
         places = [(view, part) for view in block.views for part in view.PARTS]
         drawn = dict.fromkeys(view.draw.number for view in block.views if view.at_random)
-        counters = {number: (next(left), next(left)) for number in drawn}
-        standing = Standing({(id(view), part): next(left) for view, part in places}, counters)
+        starts = {number: next(left) for number in drawn}
+        standing = Standing({(id(view), part): next(left) for view, part in places}, starts)
         at_rate = updates.at_learning_rate(self._inner, learning_rate)
         with scope, at_rate, one_update(standing):
             updates.decay_weights(self._inner, block.view)

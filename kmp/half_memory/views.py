@@ -17,7 +17,7 @@ from kmp.half_memory.rounding import (
     Draw,
     bits_from,
     bits_of,
-    keys_of,
+    key_of,
     part_of,
     round_to_24_bits,
     stochastic_round,
@@ -25,7 +25,6 @@ from kmp.half_memory.rounding import (
 from kmp.half_memory.split import join, split
 
 ROUNDING = ("stochastic", "nearest")
-_LOWER = 2**16 - 1
 _NEAREST = 2**7  # in place of random bits: half a unit of 24 bits
 
 
@@ -35,11 +34,11 @@ class Standing:
 
     Attributes:
         values: by the id of a view and the name of a part of it.
-        counters: of random numbers, by the numbers of `Draw`; see `rounding.counters_of`.
+        starts: of random numbers, by the numbers of `Draw`; see `rounding.starts_of`.
     """
 
     values: dict[tuple[int, str], Tensor]
-    counters: dict[int, tuple[Tensor, Tensor]]
+    starts: dict[int, Tensor]
 
 
 @dataclasses.dataclass
@@ -50,13 +49,13 @@ class _Update:
         standing: what is in the place of variables; None: nothing.
         held: by the id of a view: the view, and the value that will be written.
         bits: random numbers that were drawn for one of the views, and are there for the others.
-        keys: what these are drawn by; None: those of the seed and the step.
+        key: what these are drawn by; None: that of the seed and the step.
     """
 
     standing: Standing | None
     held: dict[int, tuple[Any, Tensor]] = dataclasses.field(default_factory=dict)
     bits: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
-    keys: tuple[Tensor, Tensor] | None = None
+    key: Tensor | None = None
 
     def write(self) -> None:
         """Round what is held, and write it."""
@@ -77,8 +76,7 @@ class _Update:
         view, _ = coded[0]  # the slots of a weight are grouped alike
         largest = view.groups.largest(*(value for _, value in coded))
         if self.standing is None:
-            *largest, key, other = backend.together([*largest, *view.rounding.keys()])
-            self.keys = key, other
+            *largest, self.key = backend.together([*largest, view.rounding.key()])
         # A group that is not finite in one slot is so in all, for which XLA writes their scales in
         # one kernel.
         finite = functools.reduce(ops.logical_and, map(ops.isfinite, largest))
@@ -113,12 +111,12 @@ class Rounding:
             return ops.cast(value, dtype)
         return stochastic_round(value, self.bits(value, view))
 
-    def keys(self) -> tuple[Tensor, Tensor]:
+    def key(self) -> Tensor:
         """Of the random numbers of this step."""
-        return keys_of(ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step))
+        return key_of(ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step))
 
     def bits(self, value: Tensor, view: Any) -> Tensor:
-        """int32 in the shape of a value, random in the lower 16 bits."""
+        """int32 in the shape of a value, random from 0 to 65535."""
         update, key = _update(), (id(self.seed), view.draw.number)
         bits = update.bits.get(key) if update else None
         if bits is None:
@@ -129,10 +127,10 @@ class Rounding:
 
     def _bits(self, value: Tensor, view: Any, update: _Update | None) -> Tensor:
         if update is not None and update.standing is not None:
-            counters = update.standing.counters[view.draw.number]
-            return ops.reshape(bits_from(counters, math.prod(value.shape)), value.shape)
-        keys = update.keys if update and update.keys else self.keys()
-        return bits_of(tuple(value.shape), keys, view.draw.number)
+            starts = update.standing.starts[view.draw.number]
+            return ops.reshape(bits_from(starts, math.prod(value.shape)), value.shape)
+        key = self.key() if update is None or update.key is None else update.key
+        return bits_of(tuple(value.shape), key, view.draw.number)
 
 
 _BaseView: Any = backend.BaseView  # a type checker takes no attribute for a base
@@ -308,7 +306,7 @@ class CodedView(Float32View):
     def encode(self, value: Tensor, largest: Tensor) -> None:
         """Encode a value, at random, whose groups have these largest magnitudes."""
         bits = self.rounding.bits(value, self)
-        self._assign(value, largest, (ops.cast(bits & _LOWER, "float32") + 0.5) * 2.0**-16)
+        self._assign(value, largest, (ops.cast(bits, "float32") + 0.5) * 2.0**-16)
 
     def restore(self, value: Tensor) -> None:
         """Encode a float32 value that was read elsewhere: to nearest, at no step."""

@@ -13,7 +13,7 @@ from oracle import Run, few
 
 import kmp
 from kmp._backend import backend
-from kmp.half_memory.rounding import bits_from, counters_of, keys_of, random_bits
+from kmp.half_memory.rounding import bits_from, key_of, random_bits, starts_of
 
 pytestmark = pytest.mark.gpu
 
@@ -232,9 +232,9 @@ def test_parts_of_random_numbers_are_those_of_the_whole():
     seed, step = ops.convert_to_tensor(3), ops.convert_to_tensor(5)
     whole = [ops.convert_to_numpy(random_bits((6, 4), seed, step, n)).ravel() for n in (1, 7)]
     draws = [(1, 8, 12), (7, 0, 24), (7, 20, 4)]
-    keys = keys_of(seed, step)
-    found = ops.convert_to_numpy(bits_from(counters_of(draws, keys), 40))
+    key = key_of(seed, step)
+    found = ops.convert_to_numpy(bits_from(starts_of(draws, key), 40))
     expected = [whole[0][8:20], whole[1], whole[1][20:]]
     np.testing.assert_array_equal(found, np.concatenate(expected))
-    alone = ops.convert_to_numpy(bits_from(counters_of(draws[:1], keys), 12))
+    alone = ops.convert_to_numpy(bits_from(starts_of(draws[:1], key), 12))
     np.testing.assert_array_equal(alone, expected[0])
