@@ -29,6 +29,16 @@ def state_of(layer: keras.Layer) -> list[Any]:
     return [*found, *buffers_of(layer)]
 
 
+class Guard:
+    """What protects a model: its method stands in the place of `model.make_train_function`."""
+
+
+def guard_of(model: Any) -> Any:
+    """The `Guard` of a model, or None."""
+    guard = getattr(vars(model).get("make_train_function"), "__self__", None)
+    return guard if isinstance(guard, Guard) else None
+
+
 class Buffer:
     """A buffer, such as the running variance of PyTorch's BatchNorm, as a variable.
 

@@ -19,6 +19,7 @@ from typing import Any
 from kmp._backend import backend
 from kmp._keras import awaits_weights, has_weights, training
 from kmp._keras.optimizer import is_loss_scale_optimizer
+from kmp._keras.training import Guard, guard_of
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.callbacks.skip_guard import protected_step
 
@@ -88,7 +89,7 @@ def protect(model: Any) -> "Protection":
             f"{type(model.optimizer).__name__}, which skips none. Write "
             f"model.compile(kmp.scaled({type(model.optimizer).__name__}, ...), ...)."
         )
-    guard = _guard_of(model) or _Guard(model)
+    guard = guard_of(model) or _Guard(model)
     is_new = guard.hold(Hold(_USER))
     return Protection(model, is_new)
 
@@ -140,14 +141,14 @@ def protect_fit(model: Any, hold: Hold) -> None:
     If a step of this `fit` raises, the hold ends at once; if something else does, with the next
     `fit`.
     """
-    guard = _guard_of(model) or _Guard(model)
+    guard = guard_of(model) or _Guard(model)
     guard.hold(hold)
     guard.start()
 
 
 def release(model: Any, owner: Hashable) -> None:
     """End the hold of `owner`, if there is one; the last one takes everything off the model."""
-    if guard := _guard_of(model):
+    if guard := guard_of(model):
         guard.release(owner)
 
 
@@ -155,11 +156,6 @@ def build_optimizer(model: Any) -> None:
     """Create the optimizer's state if all weights are there; Keras may leave that to a step."""
     if has_weights(model) and not (model.optimizer.built or awaits_weights(model)):
         model.optimizer.build(model.trainable_variables)
-
-
-def _guard_of(model: Any) -> "_Guard | None":
-    guard = getattr(vars(model).get("make_train_function"), "__self__", None)
-    return guard if isinstance(guard, _Guard) else None
 
 
 class _Functions:
@@ -190,7 +186,7 @@ class _Functions:
         return function.protected
 
 
-class _Guard:
+class _Guard(Guard):
     """What stands in the place of a model's own attributes while there is a hold."""
 
     def __init__(self, model: Any):
@@ -311,5 +307,5 @@ def _end_holds(model: Any) -> None:
         return
     with contextlib.suppress(Exception):
         backend.settle(model)
-        if guard := _guard_of(model):
+        if guard := guard_of(model):
             guard.abandon()

@@ -21,6 +21,7 @@ from kmp._keras.optimizer import (
     optimizers_of,
     variables_by_part,
 )
+from kmp._keras.training import guard_of
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
 from kmp.models.audit_rules_of_layers import Findings, package_of
@@ -153,7 +154,7 @@ def half_gradient(model: Any) -> Findings:
     can_protect = can_be_called_in_a_scope(model) and (
         optimizer is None or is_loss_scale_optimizer(optimizer)
     )
-    is_protected = can_protect and "make_train_function" in vars(model)
+    is_protected = can_protect and guard_of(model) is not None
     protect = "Call kmp.protect(model), as each of kmp's callbacks does in fit, or give the layer"
     for layer in model.layers if keras.backend.backend() == "jax" and not is_protected else ():
         dtype = layer.compute_dtype
