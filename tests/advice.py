@@ -1277,6 +1277,27 @@ def shared(epsilon, **dtype):
     return [layers.Dense(8, "relu"), layers.Lambda(share, name="share", **dtype), head()]
 
 
+class Unit(layers.Layer):
+    """Vectors of length 1 times a weight, by code of its own."""
+
+    def __init__(self, mends=False, **kwargs):
+        super().__init__(**kwargs)
+        self.mends = mends
+
+    def build(self, shape):
+        self.gain = self.add_weight(name="gain", shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        sums = ops.sum(ops.square(ops.cast(x, "float32") if self.mends else x), -1, keepdims=True)
+        return x * ops.cast(ops.rsqrt(sums + 1e-3), x.dtype) * self.gain
+
+
+def normed(norm):
+    """512 numbers of some 20, whose squares add up to 200,000, and what makes a norm of them 1."""
+    wide = layers.Dense(512, "relu", kernel_initializer=keras.initializers.RandomNormal(stddev=10))
+    return [wide, norm, head()]
+
+
 def masked(number, **dtype):
     def mask(x):
         return ops.softmax(x + ops.cast(x < 0, x.dtype) * number)
@@ -1592,6 +1613,31 @@ OF_AUDIT = [
         "as it says",
         lambda: converted(layers=looked_up, data=ids),
         float32={"layers": looked_up, "data": ids},
+    ),
+    A(
+        "audit: sum of squares",
+        FLOAT32_LAYER + ", or convert",
+        "512 numbers of some 20 are normalized in float16",
+        {"layers": lambda: normed(layers.UnitNormalization())},
+        "as it says",
+        {"layers": lambda: normed(layers.UnitNormalization(dtype="float32"))},
+    ),
+    A(
+        "audit: sum of squares",
+        "or convert the model with kmp.to_mixed_precision",
+        "512 numbers of some 20 are normalized in float16",
+        {"layers": lambda: normed(layers.UnitNormalization())},
+        "as it says",
+        lambda: converted(layers=lambda: normed(layers.UnitNormalization())),
+        float32={"layers": lambda: normed(layers.UnitNormalization())},
+    ),
+    A(
+        "audit: sum of squares",
+        'Square keras.ops.cast(x, "float32") in place of x.',
+        "512 numbers of some 20 are normalized in float16, by a layer with a weight",
+        {"layers": lambda: normed(Unit())},
+        "as it says",
+        {"layers": lambda: normed(Unit(mends=True))},
     ),
     A(
         "audit: epsilon",

@@ -70,6 +70,8 @@ class Operation(NamedTuple):
             "wave": their sine or cosine;
             "add": their sums;
             "subtract": their differences;
+            "square": the square of each;
+            "sum": their sums along axes;
             "move": the same numbers in other places, or chosen among them.
         inputs: what it computes with; empty where only the shape matters.
         outputs: what it computes.

@@ -30,6 +30,7 @@ AUDIT_RULES: dict[str, Callable[[Program], Findings]] = {
     "activity regularizer": _of_model(layers.activity_regularizer),
     "half preprocessing": layers.half_preprocessing,
     "half indices": layers.half_indices,
+    "sum of squares": layers.sum_of_squares,
     "epsilon": layers.epsilon,
     "constant": layers.constant,
     "lost on reload": _of_model(training.lost_on_reload),

@@ -19,7 +19,7 @@ from keras.layers import Wrapper
 from kmp._backend.types import Operation, Value
 from kmp._keras import is_graph, is_preprocessing
 from kmp._keras.calls import Call
-from kmp.models.programs import INPUT, WEIGHT, Program, call_of, labelled, received
+from kmp.models.programs import INPUT, WEIGHT, Program, call_of, labelled, received, whose
 from kmp.precision.float_formats import formats
 from kmp.precision.trees import HALF_DTYPES
 
@@ -131,7 +131,7 @@ def _roundings(operations: list[Operation], unknown: list[Value], certain: bool)
                 inside = call if received(each) else call.parent
                 if rounds and received(each) and _casts_inputs(call.layer):
                     by_keras.append(Rounding(call.layer, why, False))
-            elif rounds and halves.isdisjoint(each.inputs) and (layer := _whose(inside)):
+            elif rounds and halves.isdisjoint(each.inputs) and (layer := whose(inside)):
                 by_themselves.append(Rounding(layer, why, True))
     # What Keras casts shows twice, for it casts in the code of the layer that calls.
     return by_keras or by_themselves
@@ -273,12 +273,3 @@ def _is_index(value: Value) -> bool:
 def _casts_inputs(layer: Any) -> bool:
     """Whether Keras casts the inputs of a layer to its compute dtype."""
     return getattr(layer, "autocast", False) and not is_graph(layer) and not is_preprocessing(layer)
-
-
-def _whose(call: Call | None) -> keras.Layer | None:
-    """The layer in whose code an operation is, if its policy decides about half precision there."""
-    while call and not getattr(call.layer, "autocast", False):  # an operation, or an Embedding
-        call = call.parent
-    if call is None or is_graph(call.layer) or call.layer.compute_dtype not in HALF_DTYPES:
-        return None
-    return call.layer

@@ -10,6 +10,7 @@ from kmp._backend import backend
 from kmp._backend.types import Operation, Value
 from kmp._keras import (
     call_in_training,
+    is_graph,
     layers_of,
     own_state,
     own_weights,
@@ -20,6 +21,7 @@ from kmp._keras.calls import Call, SymbolicRecorder, recording
 from kmp._keras.effects import Effect, watching_effects
 from kmp.models.output_layers import called_models
 from kmp.precision.temporary import under
+from kmp.precision.trees import HALF_DTYPES
 
 INPUT, WEIGHT = "input of the model", "weight"  # labels; a pair of call and role is one too
 
@@ -106,3 +108,12 @@ def call_of(operation: Operation) -> Call | None:
 def received(operation: Operation) -> bool:
     """Whether a mark is on the inputs of a call."""
     return operation.label[1] == "input"
+
+
+def whose(call: Call | None) -> keras.Layer | None:
+    """The layer in whose code an operation is, if its policy decides about half precision there."""
+    while call and not getattr(call.layer, "autocast", False):  # an operation, or an Embedding
+        call = call.parent
+    if call is None or is_graph(call.layer) or call.layer.compute_dtype not in HALF_DTYPES:
+        return None
+    return call.layer

@@ -18,7 +18,9 @@ _NAMES = {
     "split squeeze transpose",
     "note": "name",
     "sequence": "iota",
+    "square": "square",
     "subtract": "sub",
+    "sum": "reduce_sum",
     "wave": "cos sin",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
@@ -76,8 +78,17 @@ def _read(program: Any, inputs: list, labels: list, found: list[Operation]) -> l
                 theirs = not each.params["name"].startswith(_PREFIX)
                 label = None if theirs else labels[int(each.params["name"][len(_PREFIX) :])]
                 kind = "" if theirs else kind
+            if _squares(each, given):
+                kind = "square"
             found.append(Operation(kind, given, made, label))
     return [value(x) for x in program.outvars]
+
+
+def _squares(equation: Any, given: tuple[Value, ...]) -> bool:
+    name = equation.primitive.name
+    if name == "integer_pow":
+        return bool(equation.params["y"] == 2)
+    return (name == "mul" and given[0] is given[1]) or (name == "pow" and given[1].number == 2)
 
 
 def _programs(params: dict[str, Any]) -> list[Any]:

@@ -15,7 +15,9 @@ _NAMES = {
     "move": "BroadcastTo ConcatV2 ExpandDims GatherV2 Identity Pack Pad PadV2 Reshape ReverseV2 "
     "SelectV2 Slice Split SplitV Squeeze StridedSlice Tile Transpose Unpack",
     "sequence": "Const Placeholder Range",  # a placeholder stands for what the code holds
+    "square": "Square",
     "subtract": "Sub",
+    "sum": "Sum",
     "wave": "Cos Sin",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
@@ -66,6 +68,8 @@ def _read(
             kind = _KINDS.get(each.type, "")
             if kind == "sequence" and all(x.is_one_number for x in made):
                 kind = _set_number(each, made) if each.type == "Const" else ""
+            elif (each.type == "Mul" and given[0] is given[1]) or _is_power_of_two(each):
+                kind = "square"
             found.append(Operation(kind, () if each.type in _OF_A_SHAPE else given, made))
 
 
@@ -76,6 +80,10 @@ def _set_number(constant: Any, made: tuple[Value, ...]) -> str:
         return ""
     made[0].number = float(np.reshape(tf.get_static_value(output), ()))
     return "number" if output.dtype.is_floating else ""
+
+
+def _is_power_of_two(operation: Any) -> bool:
+    return operation.type == "Pow" and tf.get_static_value(operation.inputs[1]) == 2
 
 
 def _functions(graph: Any, operation: Any) -> list[Any]:

@@ -19,7 +19,9 @@ _NAMES = {
     "gather index index_select permute repeat scatter select slice split squeeze stack t transpose "
     "unbind unsqueeze view where",
     "sequence": "arange",
+    "square": "square",
     "subtract": "rsub sub",
+    "sum": "sum",
     "wave": "cos sin",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
@@ -54,6 +56,8 @@ class _Tape(TorchDispatchMode):
         name = function.overloadpacket.__name__
         given = [] if name in _OF_A_SHAPE else _tensors((args, kwargs))
         kind = _KINDS.get(name.removesuffix("_"), "")  # of what writes in place, too
+        if (name == "mul" and args[0] is args[1]) or (name == "pow" and self._is_two(args[1])):
+            kind = "square"
         dtypes = [x.dtype for x in _tensors(outputs) if x.is_floating_point()]
         for number in args if dtypes else ():
             if isinstance(number, float):
@@ -76,6 +80,10 @@ class _Tape(TorchDispatchMode):
         value = value or Value(str(dtype).removeprefix("torch."), ())
         value.number = _held(number, dtype)
         self.found.append(Operation("number", (), (value,)))
+
+    def _is_two(self, exponent):
+        is_tensor = isinstance(exponent, torch.Tensor)
+        return bool((self.value(exponent).number if is_tensor else exponent) == 2)
 
     def value(self, tensor):
         """Return the place of a tensor in the list."""

@@ -1,0 +1,83 @@
+"""Sums of squares in float16, such as a norm makes: beyond 65504 they are inf.
+
+What is divided by the root of such a sum becomes 0, and so do its gradients: nothing is inf or NaN
+any more, and the model goes on without these numbers.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from keras import Layer, Model
+
+from kmp._backend.types import Operation, Value
+from kmp._keras.calls import Call
+from kmp.models.programs import Program, call_of, received, whose
+
+ADDS_UP_SQUARES = "adds up squares beyond 65504"
+# The sum of fewer squares is within float16 up to a root mean square of 16.
+_FEWEST = 256
+
+
+class SumOfSquares(NamedTuple):
+    """A sum of squares in float16.
+
+    Attributes:
+        layer: the layer, or the operation of a Functional model, whose code has it.
+        number: how many squares it has.
+    """
+
+    layer: Any
+    number: int
+
+
+def sums_of_squares(program: Program) -> list[SumOfSquares]:
+    """The sums of 256 squares or more in float16, the largest of each layer.
+
+    None are found in a model that Keras cannot call symbolically.
+    """
+    found: dict[int, SumOfSquares] = {}
+    for operations in program.operations:
+        for each in _sums(operations or ()):
+            known = found.get(id(each.layer))
+            if known is None or each.number > known.number:
+                found[id(each.layer)] = each
+    return list(found.values())
+
+
+def is_cured_in_float32(layer: Any) -> bool:
+    """Whether float32 costs little: it is a layer, and has no weights."""
+    return isinstance(layer, Layer) and not isinstance(layer, Model) and not layer.weights
+
+
+def _sums(operations: Iterable[Operation]) -> Iterator[SumOfSquares]:
+    inside = None
+    squares: set[Value] = set()
+    sums: dict[Value, int] = {}  # how many squares are in each
+    for each in operations:
+        if call := call_of(each):
+            inside = call if received(each) else call.parent
+        if each.kind == "square":
+            squares.update(x for x in each.outputs if x.dtype == "float16")
+        elif each.kind in ("cast", "move", "note") and not squares.isdisjoint(each.inputs):
+            squares.update(each.outputs)  # XLA adds up in float32
+        elif each.kind == "sum" and not squares.isdisjoint(each.inputs):
+            number = _size(each.inputs[0]) // max(_size(each.outputs[0]), 1)
+            sums |= dict.fromkeys(each.outputs, number)
+        elif each.kind in ("cast", "move", "note"):
+            sums |= {x: sums[y] for y in each.inputs if y in sums for x in each.outputs}
+        for x in each.outputs:
+            if x.dtype == "float16" and sums.get(x, 0) >= _FEWEST and (code := _code_of(inside)):
+                yield SumOfSquares(code, sums[x])
+
+
+def _code_of(call: Call | None) -> Any:
+    """In whose code an operation is: a layer, an operation of a Functional model, or None."""
+    if layer := whose(call):
+        return layer
+    return None if call is None or isinstance(call.layer, Layer) else call.layer
+
+
+def _size(value: Value) -> int:
+    """How many numbers a value has for each of a batch of unknown size."""
+    return math.prod(n for n in value.shape or () if n is not None)
