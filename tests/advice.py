@@ -1278,18 +1278,18 @@ def shared(epsilon, **dtype):
 
 
 class Unit(layers.Layer):
-    """Vectors of length 1 times a weight, by code of its own."""
+    """Vectors of length 1 times a matrix, by code of its own."""
 
     def __init__(self, mends=False, **kwargs):
         super().__init__(**kwargs)
         self.mends = mends
 
     def build(self, shape):
-        self.gain = self.add_weight(name="gain", shape=(shape[-1],), initializer="ones")
+        self.kernel = self.add_weight(name="kernel", shape=(shape[-1], 8))
 
     def call(self, x):
         sums = ops.sum(ops.square(ops.cast(x, "float32") if self.mends else x), -1, keepdims=True)
-        return x * ops.cast(ops.rsqrt(sums + 1e-3), x.dtype) * self.gain
+        return ops.matmul(x * ops.cast(ops.rsqrt(sums + 1e-3), x.dtype), self.kernel)
 
 
 def normed(norm):
@@ -1633,11 +1633,19 @@ OF_AUDIT = [
     ),
     A(
         "audit: sum of squares",
-        'Square keras.ops.cast(x, "float32") in place of x.',
-        "512 numbers of some 20 are normalized in float16, by a layer with a weight",
+        'Square keras.ops.cast(x, "float32") in place of x',
+        "512 numbers of some 20 are normalized in float16, by a layer with a matrix",
         {"layers": lambda: normed(Unit())},
         "as it says",
         {"layers": lambda: normed(Unit(mends=True))},
+    ),
+    A(
+        "audit: sum of squares",
+        'or give the layer dtype="float32"',
+        "512 numbers of some 20 are normalized in float16, by a layer with a matrix",
+        {"layers": lambda: normed(Unit())},
+        "as it says",
+        {"layers": lambda: normed(Unit(dtype="float32"))},
     ),
     A(
         "audit: epsilon",

@@ -26,7 +26,7 @@ from kmp.models.indices import (
 from kmp.models.pooling import error_of_averages
 from kmp.models.programs import Program
 from kmp.models.side_effects import OWN_READS, rounded_updates, state_problem
-from kmp.models.sums_of_squares import is_cured_in_float32, sums_of_squares
+from kmp.models.sums_of_squares import sums_of_squares
 from kmp.precision.float_formats import formats
 from kmp.precision.policy import get_policy
 from kmp.precision.trees import HALF_DTYPES
@@ -40,7 +40,8 @@ _TOLERATED_STALL = 0.1
 
 _ADVICE = 'Give the layer dtype="float32", or convert the model with kmp.to_mixed_precision.'
 
-_CAST_FIRST = 'Square keras.ops.cast(x, "float32") in place of x.'
+_CAST_FIRST = 'Square keras.ops.cast(x, "float32") in place of x'
+_OR_FLOAT32 = ', or give the layer dtype="float32"'
 
 _REVERSIBLE: Any = getattr(keras.layers, "ReversibleEmbedding", ())  # not in every Keras 3
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -197,11 +198,12 @@ def sum_of_squares(program: Program) -> Findings:
     """Sums that float16 cannot hold, of what a norm divides by."""
     for each in sums_of_squares(program) if half_layers(program.model) else ():
         largest = math.sqrt(formats["float16"].largest / each.number)
+        cast_first = _CAST_FIRST + _OR_FLOAT32 * each.is_of_a_layer
         yield (
             path_of(each.layer),
             f"it adds up {each.number:,} squares in float16: where the root of their mean is above "
             f"{largest:.2g}, the sum is inf, and what is divided by its root becomes 0.",
-            _ADVICE if is_cured_in_float32(each.layer) else _CAST_FIRST,
+            _ADVICE if each.is_all else f"{cast_first}.",
         )
 
 

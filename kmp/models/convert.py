@@ -70,8 +70,9 @@ def to_mixed_precision(
       in half precision;
     - average pooling of so many numbers that it is wrong by more than 3% where this machine adds
       them up in half precision, which is tried: 14 by 14 pixels on JAX's CPUs in bfloat16;
-    - under float16, layers without weights that add up 256 squares or more, as `UnitNormalization`
-      does: beyond 65504 the sum is inf, and what is divided by its root becomes 0;
+    - under float16, layers that add up 256 squares or more, as `UnitNormalization` does: beyond
+      65504 the sum is inf, and what is divided by its root becomes 0. A layer with more weights
+      than that computes in float16, and `kmp.audit` says what to do;
     - layers that update variables of theirs when they are called, such as a moving average or
       `SpectralNormalization`, because Keras would hand them the variables rounded;
     - layers that carry indices: what an `Embedding`, a one-hot vector, a gather, a table or any

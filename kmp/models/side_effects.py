@@ -15,7 +15,7 @@ from keras.layers import RNN
 from kmp._keras import path_of
 from kmp.models.indices import Rounding
 from kmp.models.programs import Program
-from kmp.models.sums_of_squares import ADDS_UP_SQUARES, is_cured_in_float32, sums_of_squares
+from kmp.models.sums_of_squares import ADDS_UP_SQUARES, sums_of_squares
 from kmp.precision.trees import HALF_DTYPES
 
 ROUNDED_STATE = "updates its state, which half precision would round"
@@ -50,8 +50,8 @@ def harmed_layers(program: Program) -> dict[int, Rounding]:
     """
     found = dict.fromkeys(half_losses(program), HALF_LOSSES)
     found |= dict.fromkeys(rounded_updates(program), ROUNDED_STATE)
-    sums = [each.layer for each in sums_of_squares(program)]
-    found |= dict.fromkeys(filter(is_cured_in_float32, sums), ADDS_UP_SQUARES)
+    sums = [each.layer for each in sums_of_squares(program) if each.is_all]
+    found |= dict.fromkeys(sums, ADDS_UP_SQUARES)
     return {
         id(layer): Rounding(layer, why, True)
         for layer, why in found.items()

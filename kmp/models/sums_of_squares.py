@@ -30,6 +30,16 @@ class SumOfSquares(NamedTuple):
     layer: Any
     number: int
 
+    @property
+    def is_of_a_layer(self) -> bool:
+        """Whether a layer has it, whose own dtype decides; not a model or an operation."""
+        return isinstance(self.layer, Layer) and not isinstance(self.layer, Model)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether float32 costs the layer little: it has no more weights than numbers to square."""
+        return self.is_of_a_layer and self.layer.count_params() <= self.number
+
 
 def sums_of_squares(program: Program) -> list[SumOfSquares]:
     """The sums of 256 squares or more in float16, the largest of each layer.
@@ -43,11 +53,6 @@ def sums_of_squares(program: Program) -> list[SumOfSquares]:
             if known is None or each.number > known.number:
                 found[id(each.layer)] = each
     return list(found.values())
-
-
-def is_cured_in_float32(layer: Any) -> bool:
-    """Whether float32 costs little: it is a layer, and has no weights."""
-    return isinstance(layer, Layer) and not isinstance(layer, Model) and not layer.weights
 
 
 def _sums(operations: Iterable[Operation]) -> Iterator[SumOfSquares]:

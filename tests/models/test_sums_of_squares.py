@@ -74,19 +74,21 @@ def test_an_operation_of_a_functional_model_is_named_and_is_sound_after_a_cast()
     inputs = keras.Input((8,))
     hidden = layers.Dense(WIDTH)(inputs)
     (found,) = of_squares(keras.Model(inputs, ops.normalize(hidden)))
-    assert "normalize" in found.path and found.advice.startswith("Square keras.ops.cast(x")
+    assert "normalize" in found.path
+    assert found.advice == 'Square keras.ops.cast(x, "float32") in place of x.'
     assert not of_squares(keras.Model(inputs, ops.normalize(ops.cast(hidden, "float32"))))
 
 
 class Scaled(layers.Layer):
-    def build(self, shape):
-        self.gain = self.add_weight(name="gain", shape=(shape[-1],), initializer="ones")
+    def __init__(self, shape, **kwargs):
+        super().__init__(**kwargs)
+        self.gain = self.add_weight(name="gain", shape=shape, initializer="ones")
 
     def call(self, x):
         return self.gain * x / lengths(x)
 
 
-def test_a_conversion_leaves_them_in_float32_unless_they_have_weights():
+def test_a_conversion_leaves_them_in_float32_unless_they_have_many_weights():
     keras.config.set_dtype_policy("float32")
     model = wide(layers.UnitNormalization(name="unit"))
     x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32") * 100
@@ -102,7 +104,10 @@ def test_a_conversion_leaves_them_in_float32_unless_they_have_weights():
     assert model.layers[1].compute_dtype == "bfloat16"
 
     keras.config.set_dtype_policy("float32")
-    scaled = wide(Scaled())
-    kmp.to_mixed_precision(scaled, "mixed_float16")
-    (found,) = of_squares(scaled)
-    assert scaled.layers[1].compute_dtype == "float16" and "Square" in found.advice
+    few_weights, many = wide(Scaled((WIDTH,))), wide(Scaled((2, 1, WIDTH)))
+    for each in (few_weights, many):
+        kmp.to_mixed_precision(each, "mixed_float16")
+    assert few_weights.layers[1].compute_dtype == "float32" and not of_squares(few_weights)
+    (found,) = of_squares(many)
+    assert many.layers[1].compute_dtype == "float16"
+    assert found.advice.startswith("Square") and found.advice.endswith('dtype="float32".')
