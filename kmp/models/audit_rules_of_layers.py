@@ -203,7 +203,7 @@ def sum_of_squares(program: Program) -> Findings:
             path_of(each.layer),
             f"it adds up {each.number:,} squares in float16: where the root of their mean is above "
             f"{largest:.2g}, the sum is inf, and what is divided by its root becomes 0.",
-            _ADVICE if each.is_all else f"{cast_first}.",
+            _ADVICE if each.is_cheap_in_float32 else f"{cast_first}.",
         )
 
 

@@ -50,7 +50,7 @@ def harmed_layers(program: Program) -> dict[int, Rounding]:
     """
     found = dict.fromkeys(half_losses(program), HALF_LOSSES)
     found |= dict.fromkeys(rounded_updates(program), ROUNDED_STATE)
-    sums = [each.layer for each in sums_of_squares(program) if each.is_all]
+    sums = [each.layer for each in sums_of_squares(program) if each.is_cheap_in_float32]
     found |= dict.fromkeys(sums, ADDS_UP_SQUARES)
     return {
         id(layer): Rounding(layer, why, True)

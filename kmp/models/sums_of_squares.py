@@ -36,7 +36,7 @@ class SumOfSquares(NamedTuple):
         return isinstance(self.layer, Layer) and not isinstance(self.layer, Model)
 
     @property
-    def is_all(self) -> bool:
+    def is_cheap_in_float32(self) -> bool:
         """Whether float32 costs the layer little: it has no more weights than numbers to square."""
         return self.is_of_a_layer and self.layer.count_params() <= self.number
 
