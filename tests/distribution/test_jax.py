@@ -290,7 +290,8 @@ def test_slots_of_8_bits_lie_where_their_weights_lie():
         model = keras.Sequential([keras.Input((64,)), *layers])
         model.set_weights([integers(64, 64, seed=i) for i in (1, 2)])
         model.compile(optimizer, loss=linear_loss, jit_compile=True)
-        x, y = integers(3 * BATCH, 64, seed=3), integers(3 * BATCH, 64, seed=4)
+        # In a third step the sums of a product are no whole numbers, and bfloat16 rounds them.
+        x, y = integers(2 * BATCH, 64, seed=3), integers(2 * BATCH, 64, seed=4)
         model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
         return model
 
@@ -302,8 +303,7 @@ def test_slots_of_8_bits_lie_where_their_weights_lie():
     assert not any(v.value.sharding.is_fully_replicated for v in inner[1])
     keras.distribution.set_distribution(None)
     for a, b in zip([*inner[0], *alone.weights], [*inner[1], *model.weights], strict=True):
-        a_code = a.path.endswith("momentum")  # XLA may round a sum once or twice before it
-        np.testing.assert_allclose(*numbers_as_float32([a, b]), rtol=0, atol=a_code, err_msg=a.path)
+        np.testing.assert_array_equal(*numbers_as_float32([a, b]), err_msg=a.path)
 
 
 def numbers_as_float32(variables):
