@@ -201,8 +201,8 @@ def sum_of_squares(program: Program) -> Findings:
         cast_first = _CAST_FIRST + _OR_FLOAT32 * each.is_of_a_layer
         yield (
             path_of(each.layer),
-            f"it adds up {each.number:,} squares in float16: where the root of their mean is above "
-            f"{largest:.2g}, the sum is inf, and what is divided by its root becomes 0.",
+            f"it adds up the squares of {each.number:,} numbers in float16: where their root mean "
+            f"square is above {largest:.2g}, the sum is inf, and what its root divides becomes 0.",
             _ADVICE if each.is_cheap_in_float32 else f"{cast_first}.",
         )
 

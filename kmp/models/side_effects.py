@@ -1,4 +1,4 @@
-"""Layers that half precision harms beside their outputs: in the losses they add, in their state.
+"""Layers that half precision harms: in the losses they add, in their state, in sums of squares.
 
 Keras hands a layer its variables rounded to the dtype that it computes in. A moving average that
 is updated from what it was stalls there, as steps below half a unit in the last place are lost,
@@ -48,10 +48,10 @@ def harmed_layers(program: Program) -> dict[int, Rounding]:
 
     A model is none: its code computes with what its layers return.
     """
-    found = dict.fromkeys(half_losses(program), HALF_LOSSES)
-    found |= dict.fromkeys(rounded_updates(program), ROUNDED_STATE)
     sums = [each.layer for each in sums_of_squares(program) if each.is_cheap_in_float32]
-    found |= dict.fromkeys(sums, ADDS_UP_SQUARES)
+    found = dict.fromkeys(sums, ADDS_UP_SQUARES)
+    found |= dict.fromkeys(half_losses(program), HALF_LOSSES)
+    found |= dict.fromkeys(rounded_updates(program), ROUNDED_STATE)
     return {
         id(layer): Rounding(layer, why, True)
         for layer, why in found.items()

@@ -47,7 +47,7 @@ def test_they_are_found_however_they_are_spelled(how):
     model = wide(layers.Lambda(SPELLED[how], name="unit"))
     (found,) = of_squares(model)
     assert found.path == path_of(model.layers[1])
-    assert "1,024 squares" in found.problem and "is above 8," in found.problem
+    assert "squares of 1,024 numbers" in found.problem and "is above 8," in found.problem
 
 
 @pytest.mark.parametrize("how", SOUND)
@@ -111,3 +111,22 @@ def test_a_conversion_leaves_them_in_float32_unless_they_have_many_weights():
     (found,) = of_squares(many)
     assert many.layers[1].compute_dtype == "float16"
     assert found.advice.startswith("Square") and found.advice.endswith('dtype="float32".')
+
+
+class Counting(layers.Layer):
+    """A norm, and a variable that it reads and writes back."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(name="seen", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.seen.assign(self.seen * 0.9 + ops.cast(ops.mean(x), self.seen.dtype))
+        return x / lengths(x)
+
+
+def test_what_a_layer_loses_in_any_half_precision_is_the_reason():
+    keras.config.set_dtype_policy("float32")
+    model = wide(Counting(name="unit"))
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    (row,) = [each for each in report.rows if each.path.endswith("unit")]
+    assert row.reason.startswith("updates its state") and row.after == "float32"

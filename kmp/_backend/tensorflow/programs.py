@@ -68,7 +68,7 @@ def _read(
             kind = _KINDS.get(each.type, "")
             if kind == "sequence" and all(x.is_one_number for x in made):
                 kind = _set_number(each, made) if each.type == "Const" else ""
-            elif (each.type == "Mul" and given[0] is given[1]) or _is_power_of_two(each):
+            elif _squares(each, given):
                 kind = "square"
             found.append(Operation(kind, () if each.type in _OF_A_SHAPE else given, made))
 
@@ -82,8 +82,10 @@ def _set_number(constant: Any, made: tuple[Value, ...]) -> str:
     return "number" if output.dtype.is_floating else ""
 
 
-def _is_power_of_two(operation: Any) -> bool:
-    return operation.type == "Pow" and tf.get_static_value(operation.inputs[1]) == 2
+def _squares(operation: Any, given: tuple[Value, ...]) -> bool:
+    if operation.type == "Pow":
+        return bool(tf.get_static_value(operation.inputs[1]) == 2)
+    return operation.type == "Mul" and given[0] is given[1]
 
 
 def _functions(graph: Any, operation: Any) -> list[Any]:
