@@ -8,6 +8,7 @@ import keras
 
 from kmp._backend import backend
 from kmp._backend.types import Tree
+from kmp.callbacks.protection import Hold, protect_fit, release
 from kmp.cli.building import build_under
 from kmp.cli.costs import StepMemory, skipped_steps, step_memory
 
@@ -36,7 +37,7 @@ class Run:
     def fit(
         self, x: Tree, y: Tree, batch_size: int, epochs: int = 1, shuffle: bool = False
     ) -> list[float]:
-        """Train.
+        """Train, protected as with one of kmp's callbacks.
 
         Returns:
             `[epochs]`, seconds. An epoch ends when its loss is on the host; the first one includes
@@ -72,12 +73,18 @@ def number_of_samples(x: Tree) -> int:
 
 
 class _Clock(keras.callbacks.Callback):
-    """Seconds of each epoch, from the end of the one before it."""
+    """Seconds of each epoch, from the end of the one before it; protects its `fit`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seconds: list[float] = []
         self._last = time.perf_counter()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        protect_fit(self.model, Hold(self))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        release(self.model, self)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         now = time.perf_counter()
