@@ -9,16 +9,18 @@ import sys
 import time
 
 TESTS = pathlib.Path(__file__).parent
+OPTIONAL = ("matplotlib", "sklearn", "tensorflow")
 DEVICES = "--xla_force_host_platform_device_count=8"  # of the tests' own processes alone
 
 
-def environment(*, absent=True, **changes):
+def environment(*, needs=(), **changes):
     """This process's environment, from which the programs import what the tests import.
 
-    TensorFlow is absent on other backends, where Keras would import it to seed it.
+    What Keras imports where it is installed is absent, unless they need it: scikit-learn and
+    matplotlib, which take a second, and TensorFlow on other backends.
     """
-    backend = changes.get("KERAS_BACKEND", os.environ["KERAS_BACKEND"])
-    absent = [TESTS / "absent"] if absent and backend != "tensorflow" else []
+    needs = {*needs, changes.get("KERAS_BACKEND", os.environ["KERAS_BACKEND"])}
+    absent = [TESTS / "absent" / name for name in OPTIONAL if name not in needs]
     path = os.pathsep.join(map(str, [TESTS.parent, TESTS, *absent]))
     inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "TF_CONFIG")}
     if flags := os.environ["XLA_FLAGS"].replace(DEVICES, "").strip():

@@ -8,7 +8,7 @@ import runpy
 
 import pytest
 from oracle import BACKEND
-from processes import environment
+from processes import OPTIONAL, environment
 from test_examples import RECIPES, check_what_is_printed
 
 pytestmark = pytest.mark.any_backend
@@ -119,7 +119,7 @@ def test_notebooks_run(name, tmp_path, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     if '" keras-hub' in NOTEBOOKS[name].read_text().replace("\\", ""):
         pytest.importorskip("keras_hub")
-    own = environment(KERAS_BACKEND=BACKEND, IPYTHONDIR=str(tmp_path))
+    own = environment(needs=OPTIONAL, KERAS_BACKEND=BACKEND, IPYTHONDIR=str(tmp_path))
     own["PYTHONPATH"] = os.pathsep.join([own.get("PYTHONPATH", ""), str(ROOT / "examples")])
     for key, value in own.items():
         monkeypatch.setitem(os.environ, key, value)

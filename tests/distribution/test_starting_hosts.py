@@ -63,6 +63,7 @@ class Cluster:
         """The process of a script of examples/hosts/, or what stands for Kubernetes."""
         port = free_port_for_slurm()
         variables = environment(
+            needs=["sklearn"],
             PATH=f"{self.directory}/bin:{os.environ['PATH']}",
             HOSTS=str(self.directory),
             RUN=str(self.run),

@@ -41,7 +41,7 @@ def hosts(tmp_path_factory):
     meeting_point = f"127.0.0.1:{free_ports(1)[0]}"
     environments = [
         environment(
-            absent=False,  # `tf.data` hands each process its part
+            needs=["tensorflow"],  # `tf.data` hands each process its part
             JAX_PLATFORMS="cpu",
             GLOO_SOCKET_IFNAME="lo",
             KERAS_DISTRIBUTION_JOB_ADDRESSES=meeting_point,
