@@ -52,6 +52,11 @@ def own_state(layer: Layer) -> list[Any]:
     return layer._non_trainable_variables
 
 
+def is_kerass_own(thing: Any) -> bool:
+    """Whether Keras itself defines the class of a layer, an optimizer, a loss or a metric."""
+    return type(thing).__module__.partition(".")[0] == "keras"
+
+
 def path_of(layer: Any) -> str:
     """The path of a layer, or its name where Keras gives no path.
 

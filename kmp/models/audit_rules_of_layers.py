@@ -52,11 +52,6 @@ def half_layers(model: Model) -> list[keras.Layer]:
     return [x for x in layers_of(model) if x.compute_dtype in HALF_DTYPES]
 
 
-def package_of(thing: Any) -> str:
-    """The package that defines the class of `thing`, such as `"keras"`."""
-    return type(thing).__module__.partition(".")[0]
-
-
 def activity_regularizer(model: Model) -> Findings:
     """Keras sums activity regularizers up in the dtype of the outputs."""
     for layer in half_layers(model):

@@ -12,7 +12,14 @@ from keras.losses import Loss
 from keras.metrics import MeanMetricWrapper, Metric
 
 from kmp._backend import backend
-from kmp._keras import compile_arguments, function_of, layers_of, path_of, symbolic_outputs
+from kmp._keras import (
+    compile_arguments,
+    function_of,
+    is_kerass_own,
+    layers_of,
+    path_of,
+    symbolic_outputs,
+)
 from kmp._keras.building import can_be_called_in_a_scope
 from kmp._keras.optimizer import (
     inner_optimizer_of,
@@ -24,7 +31,7 @@ from kmp._keras.optimizer import (
 from kmp._keras.training import guard_of
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
-from kmp.models.audit_rules_of_layers import Findings, package_of
+from kmp.models.audit_rules_of_layers import Findings
 from kmp.models.indices import whole_numbers
 from kmp.models.optimizers import scales_the_loss
 from kmp.models.output_layers import output_layers
@@ -104,7 +111,7 @@ def _problem_of_half_weights(
 ) -> str | None:
     """What keeps an optimizer, which may compute in float32, from moving half weights."""
     name = type(optimizer).__name__
-    if name not in _STEPS_OF_THE_RATE or package_of(optimizer) != "keras":
+    if name not in _STEPS_OF_THE_RATE or not is_kerass_own(optimizer):
         return None
     if not in_float32 and name in _CORRECTION and _rounded(optimizer.beta_2, dtype) == 1:
         return (
@@ -291,12 +298,12 @@ def _is_rounded(metric: Any) -> bool:
         return True
     code = getattr(type(metric).update_state, "__code__", None)
     casts = {"cast", "dtype", "_dtype"} & set(getattr(code, "co_names", ()))
-    return package_of(metric) != "keras" and not casts
+    return not is_kerass_own(metric) and not casts
 
 
 def _takes_logarithms(loss: Any) -> bool:
     # An attribute of Keras's losses before 3.16, and since then only one of their arguments.
-    arguments = loss.get_config() if package_of(loss) == "keras" else {}
+    arguments = loss.get_config() if is_kerass_own(loss) else {}
     from_logits = getattr(loss, "from_logits", arguments.get("from_logits", False))
     return "crossentropy" in _name(loss) and not from_logits
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from kmp._keras import layers_of, parts_of
+from kmp._keras import is_kerass_own, layers_of, parts_of
 from kmp._keras.building import casting_inputs
 from kmp.int8.quantized import quantization_of
 from kmp.models.older_files import in_float32, is_flat_list, restore_flat_list
@@ -36,10 +36,9 @@ def remember_policies(model: keras.Model) -> None:
 
 def _creates_layers(layer: keras.Layer) -> bool:
     """Whether a class's own code makes layers, whose policies or quantization its config loses."""
-    kerass_own = type(layer).__module__.partition(".")[0] == "keras"
-    if kerass_own and isinstance(layer, _ATTENTION):  # its projections get its own policy
+    if is_kerass_own(layer) and isinstance(layer, _ATTENTION):  # its projections get its own policy
         return any(map(quantization_of, parts_of(layer)))
-    return not kerass_own and bool(parts_of(layer))
+    return not is_kerass_own(layer) and bool(parts_of(layer))
 
 
 @functools.cache
