@@ -1277,6 +1277,10 @@ def shared(epsilon, **dtype):
     return [layers.Dense(8, "relu"), layers.Lambda(share, name="share", **dtype), head()]
 
 
+def unit(**dtype):
+    return [layers.Dense(8, "relu"), layers.UnitNormalization(**dtype), head()]  # zeros as above
+
+
 class Unit(layers.Layer):
     """Vectors of length 1 times a matrix, by code of its own."""
 
@@ -1678,6 +1682,23 @@ OF_AUDIT = [
         {"layers": lambda: masked(-1e9)},
         "as it says",
         {"layers": lambda: masked(-1e9, dtype="float32")},
+    ),
+    A(
+        "audit: constant",
+        'Give the layer dtype="float32"',
+        "rows of zeros, normalized in float16",
+        {"layers": lambda: unit()},
+        "as it says",
+        {"layers": lambda: unit(dtype="float32")},
+    ),
+    A(
+        "audit: constant",
+        "or convert the model with kmp.to_mixed_precision",
+        "rows of zeros, normalized in float16",
+        {"layers": lambda: unit()},
+        "as it says",
+        lambda: converted(layers=lambda: unit()),
+        float32={"layers": lambda: unit()},
     ),
     A(
         "audit: lost on reload",

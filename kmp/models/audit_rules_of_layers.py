@@ -214,8 +214,14 @@ def constant(program: Program) -> Findings:
                 path_of(lost.layer),
                 f"the constant {lost.number:g} is beyond {largest:g}, the largest number of "
                 f"{lost.dtype}: it becomes inf, and inf - inf is NaN.",
-                f"Use {math.copysign(largest / 2, lost.number):g}, or keep it in float32.",
+                _advice_for(lost, math.copysign(largest / 2, lost.number)),
             )
+
+
+def _advice_for(lost: LostConstant, instead: float) -> str:
+    if not lost.is_of_kerass_code:
+        return f"Use {instead:g}, or keep it in float32."
+    return _ADVICE if lost.is_cheap_in_float32 else 'Give the layer dtype="float32".'
 
 
 def _lost_constants(program: Program) -> list[LostConstant]:

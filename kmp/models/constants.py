@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import Layer
+from keras import Layer, Model
+from keras.layers import Activation, Lambda
 
 from kmp._backend.types import Operation, Value
+from kmp._keras import is_kerass_own
 from kmp._keras.calls import Call
 from kmp.models.programs import Program, call_of, received
 from kmp.precision.float_formats import formats
 from kmp.precision.trees import HALF_DTYPES
+
+HAS_A_CONSTANT = "has a constant that half precision loses"
 
 
 class LostConstant(NamedTuple):
@@ -32,6 +36,22 @@ class LostConstant(NamedTuple):
     layer: Any
     number: float
     dtype: str
+
+    @property
+    def is_cheap_in_float32(self) -> bool:
+        """Whether float32 costs the layer little: it has no weights, and is no model."""
+        is_layer = isinstance(self.layer, Layer) and not isinstance(self.layer, Model)
+        return is_layer and not self.layer.weights
+
+    @property
+    def is_of_kerass_code(self) -> bool:
+        """Whether the code of a layer of Keras's has it, which was not given it."""
+        runs_given_code = isinstance(self.layer, Activation | Lambda)
+        if runs_given_code or not (isinstance(self.layer, Layer) and is_kerass_own(self.layer)):
+            return False
+        given = keras.tree.flatten(self.layer.get_config())
+        numbers = [float(np.float32(x)) for x in given if isinstance(x, int | float)]
+        return self.number not in numbers
 
 
 def lost_constants(program: Program) -> list[LostConstant]:

@@ -1,4 +1,4 @@
-"""Layers that half precision harms: in the losses they add, in their state, in sums of squares.
+"""Layers that half precision harms: in losses they add, their state, constants, sums of squares.
 
 Keras hands a layer its variables rounded to the dtype that it computes in. A moving average that
 is updated from what it was stalls there, as steps below half a unit in the last place are lost,
@@ -13,6 +13,7 @@ from keras import Model
 from keras.layers import RNN
 
 from kmp._keras import path_of
+from kmp.models.constants import HAS_A_CONSTANT, lost_constants
 from kmp.models.indices import Rounding
 from kmp.models.programs import Program
 from kmp.models.sums_of_squares import ADDS_UP_SQUARES, sums_of_squares
@@ -49,7 +50,8 @@ def harmed_layers(program: Program) -> dict[int, Rounding]:
     A model is none: its code computes with what its layers return.
     """
     sums = [each.layer for each in sums_of_squares(program) if each.is_cheap_in_float32]
-    found = dict.fromkeys(sums, ADDS_UP_SQUARES)
+    constants = [each.layer for each in lost_constants(program) if each.is_cheap_in_float32]
+    found = dict.fromkeys(constants, HAS_A_CONSTANT) | dict.fromkeys(sums, ADDS_UP_SQUARES)
     found |= dict.fromkeys(half_losses(program), HALF_LOSSES)
     found |= dict.fromkeys(rounded_updates(program), ROUNDED_STATE)
     return {

@@ -168,3 +168,50 @@ def test_what_a_model_itself_rounds_is_told():
     report = kmp.to_mixed_precision(mended, "mixed_float16")
     assert report.rounded == "" and kinds(mended) == []
     trained(mended, x)
+
+
+class Shares(layers.Layer):
+    """Divides by the sum, which may be 0."""
+
+    def call(self, x):
+        return x / (ops.sum(ops.abs(x), axis=-1, keepdims=True) + 1e-9)
+
+
+class Weighted(Shares):
+    def build(self, shape):
+        self.gain = self.add_weight(name="gain", shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return self.gain * super().call(x)
+
+
+@pytest.mark.parametrize("middle", [layers.UnitNormalization, Shares])
+def test_a_constant_that_float16_loses_is_kept(middle):
+    """An epsilon of 0, or its reciprocal of inf, makes NaN of a row of zeros."""
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    x[3] = 0
+    model = stack(middle())
+    expected = model.predict(x, verbose=0)
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    (row,) = [each for each in report.rows if each.path.endswith(model.layers[0].name)]
+    assert row.reason == "has a constant that half precision loses"
+    assert np.array_equal(model.predict(x, verbose=0), expected) and kinds(model) == []
+
+
+def test_a_layer_with_weights_is_converted_and_its_constant_named():
+    for policy, dtype, found in zip(
+        HALVES, ("float16", "bfloat16"), (["epsilon"], []), strict=True
+    ):
+        model = stack(Weighted())
+        kmp.to_mixed_precision(model, policy)
+        assert model.layers[0].compute_dtype == dtype and kinds(model) == found
+
+
+def test_who_is_told_to_write_another_number():
+    """Whoever wrote it; of a number in Keras's own code nobody is."""
+    keras.config.set_dtype_policy("mixed_float16")
+    for layer in (layers.Rescaling(1e6), layers.Lambda(lambda x: x * 1e6)):
+        (finding,) = kmp.audit(stack(layer)).of_kind("constant")
+        assert finding.advice.startswith("Use 32752, or keep it in float32")
+    (finding,) = kmp.audit(stack(layers.UnitNormalization())).of_kind("constant")
+    assert finding.advice.startswith('Give the layer dtype="float32"')
