@@ -5,6 +5,7 @@ float32. A number that a layer's code has in float32 only, where half precision 
 such a constant, however it is spelled: as a literal, an attribute, a default, or in the config.
 """
 
+import collections
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -76,6 +77,8 @@ Numbers = list[tuple[str, float]]  # dtype, and the number as it is in it
 def _lost(numbers: Numbers, exact: Numbers) -> Iterator[tuple[float, str]]:
     """The numbers that are in `exact` alone, with the dtype that has inf or 0 in their place."""
     present = {n for dtype, n in numbers if dtype}
+    count = collections.Counter(n for _, n in numbers)
+    before = collections.Counter(n for d, n in exact if d not in HALF_DTYPES)
     for dtype in HALF_DTYPES:
         rounded = {n for d, n in numbers if d == dtype}
         for number in dict.fromkeys(n for _, n in exact):
@@ -84,7 +87,8 @@ def _lost(numbers: Numbers, exact: Numbers) -> Iterator[tuple[float, str]]:
             overflows = abs(number) > formats[dtype].largest
             vanishes = abs(number) < formats[dtype].smallest_subnormal
             instead = math.copysign(math.inf, number) if overflows else 0.0
-            if (overflows or vanishes) and instead in rounded:
+            is_new = count[instead] > before[instead]  # a maximum begins with -inf in any dtype
+            if (overflows or vanishes) and instead in rounded and is_new:
                 yield number, dtype
 
 

@@ -183,6 +183,15 @@ def test_sound_constants_are_no_findings():
     assert kinds_of(model) == []
 
 
+def test_a_masked_softmax_is_no_finding():
+    """It masks by -3e4 in float16 and by -1e9 in float32; a maximum begins with -inf."""
+    keras.config.set_dtype_policy("mixed_float16")
+    scores, mask = keras.Input((4, 8)), keras.Input((4, 8), dtype="bool")
+    outputs = layers.Softmax()(layers.Dense(8)(scores), mask)
+    model = keras.Model([scores, mask], layers.Dense(2, dtype="float32")(outputs))
+    assert kmp.audit(model).of_kind("constant") == ()
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_constants():
     model = model_of(Masked(), layers.Masking(mask_value=-1e6), layers.ReLU(negative_slope=0.1))
