@@ -52,6 +52,11 @@ def own_state(layer: Layer) -> list[Any]:
     return layer._non_trainable_variables
 
 
+def is_inner_layer(thing: Any) -> bool:
+    """Whether it is a layer and no model: neither an operation of a Functional model."""
+    return isinstance(thing, Layer) and not isinstance(thing, Model)
+
+
 def is_kerass_own(thing: Any) -> bool:
     """Whether Keras itself defines the class of a layer, an optimizer, a loss or a metric."""
     return type(thing).__module__.partition(".")[0] == "keras"

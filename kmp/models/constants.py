@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import Layer, Model
+from keras import Layer
 from keras.layers import Activation, Lambda
 
 from kmp._backend.types import Operation, Value
-from kmp._keras import is_kerass_own
+from kmp._keras import is_inner_layer, is_kerass_own
 from kmp._keras.calls import Call
 from kmp.models.programs import Program, call_of, received
 from kmp.precision.float_formats import formats
@@ -41,8 +41,7 @@ class LostConstant(NamedTuple):
     @property
     def is_cheap_in_float32(self) -> bool:
         """Whether float32 costs the layer little: it has no weights, and is no model."""
-        is_layer = isinstance(self.layer, Layer) and not isinstance(self.layer, Model)
-        return is_layer and not self.layer.weights
+        return is_inner_layer(self.layer) and not self.layer.weights
 
     @property
     def is_of_kerass_code(self) -> bool:

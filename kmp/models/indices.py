@@ -19,7 +19,17 @@ from keras.layers import Wrapper
 from kmp._backend.types import Operation, Value
 from kmp._keras import is_graph, is_preprocessing
 from kmp._keras.calls import Call
-from kmp.models.programs import INPUT, WEIGHT, Program, call_of, labelled, received, whose
+from kmp.models.programs import (
+    FLOATS,
+    INPUT,
+    WEIGHT,
+    Program,
+    call_of,
+    labelled,
+    reached,
+    received,
+    whose,
+)
 from kmp.precision.float_formats import formats
 from kmp.precision.trees import HALF_DTYPES
 
@@ -51,7 +61,6 @@ _NORMALIZATIONS = (
     keras.layers.GroupNormalization,
     keras.layers.LayerNormalization,
 )
-_FLOATS = {"float16", "bfloat16", "float32", "float64"}
 # Half precision holds each of their numbers, and quantized layers multiply them.
 _SMALL = {"int8", "uint8", "int4", "uint4"}
 
@@ -113,9 +122,9 @@ def normalizes(layer: Any) -> bool:
 
 
 def _roundings(operations: list[Operation], unknown: list[Value], certain: bool) -> list[Rounding]:
-    weighted = _reached(operations, labelled(operations, WEIGHT))
+    weighted = reached(operations, labelled(operations, WEIGHT))
     known = {x for each in operations for x in (*each.inputs, *each.outputs)} - weighted
-    known -= _reached(operations, unknown)
+    known -= reached(operations, unknown)
     by_keras, by_themselves = [], []
     needed: dict[str, set[Value]] = {}
     for why, consumer, value in _consumed(operations, known):
@@ -146,12 +155,12 @@ def _consumed(
         operations: of the program.
         known: what depends on no weights, nor on inputs of which nobody knows what they are.
     """
-    inputs = _reached(operations, labelled(operations, INPUT))
+    inputs = reached(operations, labelled(operations, INPUT))
     sequences = [x for each in operations if each.kind == "sequence" for x in each.outputs]
-    several = (_reached(operations, sequences) | inputs) & known
+    several = (reached(operations, sequences) | inputs) & known
     numbers = _other_than_0(operations)
     for each in operations:
-        for x in {x for x in each.inputs if x in known and x.dtype in _FLOATS}:
+        for x in {x for x in each.inputs if x in known and x.dtype in FLOATS}:
             becomes_index = each.kind == "cast" and any(map(_is_index, each.outputs))
             # With each of several numbers, as a one-hot vector does.
             compared = each.kind == "equal" and several.intersection(each.inputs) - {x}
@@ -183,17 +192,6 @@ def _other_than_0(operations: list[Operation]) -> set[Value]:
     return found
 
 
-def _reached(
-    operations: list[Operation], sources: Iterable[Value], floats_only: bool = False
-) -> set[Value]:
-    """The values that depend on `sources`."""
-    reached = set(sources)
-    for each in operations:
-        if not reached.isdisjoint(each.inputs):
-            reached.update(x for x in each.outputs if not floats_only or x.dtype in _FLOATS)
-    return reached
-
-
 def _leading_to(
     operations: list[Operation], wanted: Iterable[Value], raw: set[Value]
 ) -> set[Value]:
@@ -205,7 +203,7 @@ def _leading_to(
     for each in reversed(operations):
         for made in found.intersection(each.outputs):
             for given in raw.intersection(each.inputs) - found:
-                ordered = _is_index(made) and given.dtype in _FLOATS and each.kind != "cast"
+                ordered = _is_index(made) and given.dtype in FLOATS and each.kind != "cast"
                 if given.dtype != "bool" and not ordered:
                     found.add(given)
     return found
@@ -259,8 +257,8 @@ def _holds_all(operations: list[Operation], path: set[Value], consumer: Operatio
 
 def _is_a_number(operations: list[Operation], value: Value) -> bool:
     """Whether an input is also computed with, together with weights, as integers seldom are."""
-    weighted = _reached(operations, labelled(operations, WEIGHT))
-    return not weighted.isdisjoint(_reached(operations, [value], floats_only=True))
+    weighted = reached(operations, labelled(operations, WEIGHT))
+    return not weighted.isdisjoint(reached(operations, [value], floats_only=True))
 
 
 def _is_index(value: Value) -> bool:

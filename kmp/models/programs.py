@@ -1,10 +1,12 @@
 """What a model computes, as the operations of a symbolic call, with marks for calls and weights."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import numpy as np
+from keras import Layer
 
 from kmp._backend import backend
 from kmp._backend.types import Operation, Value
@@ -23,6 +25,7 @@ from kmp.models.output_layers import called_models
 from kmp.precision.temporary import under
 from kmp.precision.trees import HALF_DTYPES
 
+FLOATS = {"float16", "bfloat16", "float32", "float64"}
 INPUT, WEIGHT = "input of the model", "weight"  # labels; a pair of call and role is one too
 
 
@@ -100,6 +103,17 @@ def labelled(operations: list[Operation], label: str) -> list[Value]:
     return [x for each in operations if each.label == label for x in each.outputs]
 
 
+def reached(
+    operations: list[Operation], sources: Iterable[Value], floats_only: bool = False
+) -> set[Value]:
+    """The values that depend on `sources`."""
+    found = set(sources)
+    for each in operations:
+        if not found.isdisjoint(each.inputs):
+            found.update(x for x in each.outputs if not floats_only or x.dtype in FLOATS)
+    return found
+
+
 def call_of(operation: Operation) -> Call | None:
     """The call whose inputs or outputs a mark is on."""
     return operation.label[0] if isinstance(operation.label, tuple) else None
@@ -110,7 +124,17 @@ def received(operation: Operation) -> bool:
     return operation.label[1] == "input"
 
 
-def whose(call: Call | None) -> keras.Layer | None:
+def code_of(call: Call | None) -> Any:
+    """In whose code an operation is: a layer, an operation of a Functional model, or None.
+
+    A layer that does not compute in half precision is none.
+    """
+    if layer := whose(call):
+        return layer
+    return None if call is None or isinstance(call.layer, Layer) else call.layer
+
+
+def whose(call: Call | None) -> Layer | None:
     """The layer in whose code an operation is, if its policy decides about half precision there."""
     while call and not getattr(call.layer, "autocast", False):  # an operation, or an Embedding
         call = call.parent

@@ -8,11 +8,9 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from keras import Layer, Model
-
 from kmp._backend.types import Operation, Value
-from kmp._keras.calls import Call
-from kmp.models.programs import Program, call_of, received, whose
+from kmp._keras import is_inner_layer
+from kmp.models.programs import Program, call_of, code_of, received
 
 ADDS_UP_SQUARES = "adds up squares beyond 65504"
 # The sum of fewer squares is within float16 up to a root mean square of 16.
@@ -33,7 +31,7 @@ class SumOfSquares(NamedTuple):
     @property
     def is_of_a_layer(self) -> bool:
         """Whether a layer has it, whose own dtype decides; not a model or an operation."""
-        return isinstance(self.layer, Layer) and not isinstance(self.layer, Model)
+        return is_inner_layer(self.layer)
 
     @property
     def is_cheap_in_float32(self) -> bool:
@@ -72,15 +70,8 @@ def _sums(operations: Iterable[Operation]) -> Iterator[SumOfSquares]:
         elif each.kind in ("cast", "move", "note"):
             sums |= {x: sums[y] for y in each.inputs if y in sums for x in each.outputs}
         for x in each.outputs:
-            if x.dtype == "float16" and sums.get(x, 0) >= _FEWEST and (code := _code_of(inside)):
+            if x.dtype == "float16" and sums.get(x, 0) >= _FEWEST and (code := code_of(inside)):
                 yield SumOfSquares(code, sums[x])
-
-
-def _code_of(call: Call | None) -> Any:
-    """In whose code an operation is: a layer, an operation of a Functional model, or None."""
-    if layer := whose(call):
-        return layer
-    return None if call is None or isinstance(call.layer, Layer) else call.layer
 
 
 def _size(value: Value) -> int:
