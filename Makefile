@@ -23,7 +23,7 @@ OLDEST = tests/layers tests/callbacks tests/models/test_convert.py tests/precisi
 TORCH = $(CORE) $(patsubst %,tests/%,test_custom_loops.py test_defects.py test_floatx.py \
   test_messages.py scaling health precision half_memory layers callbacks distribution recompute \
   saved_files debug models/test_convert.py models/test_indices.py models/test_optimizers.py \
-  models/test_retype.py)
+  models/test_retype.py models/test_sums_by_index.py)
 
 # Those that need keras-hub; `make programs` has it.
 RECIPES = tests/test_examples.py tests/test_notebooks.py -k "test_a_program_works or test_the_page_is \

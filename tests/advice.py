@@ -1296,6 +1296,50 @@ class Unit(layers.Layer):
         return ops.matmul(x * ops.cast(ops.rsqrt(sums + 1e-3), x.dtype), self.kernel)
 
 
+class Pooled(layers.Layer):
+    """The mean of 3000 nodes by their sum, where the nodes are copies of one number."""
+
+    def __init__(self, mends=False, has_weights=False, **kwargs):
+        super().__init__(**kwargs)
+        self.mends, self.has_weights = mends, has_weights
+
+    def build(self, shape):
+        if self.has_weights:
+            self.gain = self.add_weight(name="gain", shape=(), initializer="ones")
+
+    def call(self, x):
+        nodes = ops.repeat(ops.transpose(x), 3000, axis=0)
+        nodes = ops.cast(nodes, "float32") if self.mends else nodes
+        sums = ops.segment_sum(nodes, np.repeat(np.arange(8), 3000), 8)
+        mean = ops.cast(ops.transpose(sums) / 3000, x.dtype)
+        return mean * self.gain if self.has_weights else mean
+
+
+class Kind(layers.Layer):
+    """Adds the row of a table that says whether the first number of a sample is above 1."""
+
+    def __init__(self, mend=lambda table: table, **kwargs):
+        super().__init__(**kwargs)
+        self.mend = mend
+
+    def build(self, shape):
+        self.table = self.add_weight(name="table", shape=(2, shape[-1]))
+
+    def call(self, x):
+        is_above = ops.cast(x[:, 0] > 1, "int32")
+        rows = ops.take(self.mend(ops.tanh(self.table)), is_above, axis=0)
+        return x + ops.cast(rows, x.dtype)
+
+
+def of_kinds(*mend, **arguments):
+    return [layers.Dense(8, "relu"), Kind(*mend, **arguments), head()]
+
+
+def pooled(**arguments):
+    first = layers.Dense(8, "relu", bias_initializer="ones")
+    return [first, Pooled(**arguments), head()]
+
+
 def normed(norm):
     """512 numbers of some 20, whose squares add up to 200,000, and what makes a norm of them 1."""
     wide = layers.Dense(512, "relu", kernel_initializer=keras.initializers.RandomNormal(stddev=10))
@@ -1650,6 +1694,70 @@ OF_AUDIT = [
         {"layers": lambda: normed(Unit())},
         "as it says",
         {"layers": lambda: normed(Unit(dtype="float32"))},
+    ),
+    A(
+        "audit: sum by index",
+        'Give the layer dtype="float32"',
+        "3000 numbers of some 1 are added up by index",
+        {"layers": pooled},
+        "as it says",
+        {"layers": lambda: pooled(dtype="float32")},
+        backends=("jax", "tensorflow"),
+    ),
+    A(
+        "audit: sum by index",
+        "or convert the model with kmp.to_mixed_precision",
+        "3000 numbers of some 1 are added up by index",
+        {"layers": pooled},
+        "as it says",
+        lambda: converted(layers=pooled),
+        float32={"layers": pooled},
+        backends=("jax", "tensorflow"),
+    ),
+    A(
+        "audit: sum by index",
+        'Add up keras.ops.cast(x, "float32") in place of x',
+        "3000 numbers of some 1 are added up by index, by a layer with a weight",
+        {"layers": lambda: pooled(has_weights=True)},
+        "as it says",
+        {"layers": lambda: pooled(has_weights=True, mends=True)},
+        backends=("jax", "tensorflow"),
+    ),
+    A(
+        "audit: sum by index",
+        'or give the layer dtype="float32"',
+        "3000 numbers of some 1 are added up by index, by a layer with a weight",
+        {"layers": lambda: pooled(has_weights=True)},
+        "as it says",
+        {"layers": lambda: pooled(has_weights=True, dtype="float32")},
+        backends=("jax", "tensorflow"),
+    ),
+    A(
+        "audit: sum by index",
+        'Look up in keras.ops.cast(x, "float32") in place of x',
+        "a row of a table for each sample",
+        {"layers": of_kinds},
+        "as it says",
+        {"layers": lambda: of_kinds(lambda x: ops.cast(x, "float32"))},
+        backends=("jax",),
+    ),
+    A(
+        "audit: sum by index",
+        'or give the layer dtype="float32"',
+        "a row of a table for each sample",
+        {"layers": of_kinds},
+        "as it says",
+        {"layers": lambda: of_kinds(dtype="float32")},
+        backends=("jax",),
+    ),
+    A(
+        "audit: sum by index",
+        'Look up in keras.ops.cast(x, "float32") * 1.0 in place of x',
+        "a row of a table for each sample",
+        {"layers": of_kinds},
+        "as it says",
+        {"layers": lambda: of_kinds(lambda x: ops.cast(x, "float32") * 1.0)},
+        backends=("tensorflow",),
     ),
     A(
         "audit: epsilon",

@@ -57,6 +57,22 @@ class PlannedProgram(NamedTuple):
     operations: float  # floating-point operations, as the program was before it was optimized
 
 
+class ByIndex(NamedTuple):
+    """How numbers that have the same index are added up, one after the other.
+
+    Attributes:
+        indices: the shape of the indices, any of which may be the same: without the axes along
+            which each sample has its own.
+        dtype: what the sum is rounded to.
+        is_cast_back_first: whether it is a gradient that goes back through a cast as slices, which
+            are added up after.
+    """
+
+    indices: tuple[int | None, ...]
+    dtype: DType
+    is_cast_back_first: bool = False
+
+
 class Operation(NamedTuple):
     """One operation of a program that a backend has traced.
 
@@ -72,13 +88,30 @@ class Operation(NamedTuple):
             "subtract": their differences;
             "square": the square of each;
             "sum": their sums along axes;
+            "sum by index": the sums of those that have the same index, one added after the other;
+            "look up": those that have an index; its gradient is a sum by index;
             "move": the same numbers in other places, or chosen among them.
-        inputs: what it computes with; empty where only the shape matters.
+        inputs: what it computes with; empty where only the shape matters. Of a look up the table,
+            then the indices.
         outputs: what it computes.
         label: what was given to `note`.
+        by_index: how a sum by index, or the gradient of a look up, is added up.
     """
 
     kind: str
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     label: Any = None
+    by_index: ByIndex | None = None
+
+
+# Kinds whose outputs are their inputs, in another dtype or place.
+KEEPING = ("cast", "look up", "move", "note")
+
+
+def shared_axes(axes: Sequence[int | None], parts: int | None) -> tuple[int | None, ...]:
+    """The axes of indices of several parts along which they may be the same.
+
+    Along an axis of unknown size, that of the batch, one of the parts tells the sample.
+    """
+    return tuple(n for n in axes if n is not None or parts == 1)

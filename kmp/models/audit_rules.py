@@ -31,6 +31,7 @@ AUDIT_RULES: dict[str, Callable[[Program], Findings]] = {
     "half preprocessing": layers.half_preprocessing,
     "half indices": layers.half_indices,
     "sum of squares": layers.sum_of_squares,
+    "sum by index": layers.sum_by_index,
     "epsilon": layers.epsilon,
     "constant": layers.constant,
     "lost on reload": _of_model(training.lost_on_reload),

@@ -8,7 +8,7 @@ import keras
 from keras import Model
 from keras.layers import BatchNormalization, Dense, EinsumDense, Masking
 
-from kmp._keras import is_preprocessing, layers_of, path_of, rounds_raw_inputs
+from kmp._keras import is_inner_layer, is_preprocessing, layers_of, path_of, rounds_raw_inputs
 from kmp.layers import Float32OutputDense
 from kmp.models.constants import LostConstant, lost_constants
 from kmp.models.indices import (
@@ -26,6 +26,7 @@ from kmp.models.indices import (
 from kmp.models.pooling import error_of_averages
 from kmp.models.programs import Program
 from kmp.models.side_effects import OWN_READS, rounded_updates, state_problem
+from kmp.models.sums_by_index import sums_by_index
 from kmp.models.sums_of_squares import sums_of_squares
 from kmp.precision.float_formats import formats
 from kmp.precision.policy import get_policy
@@ -41,6 +42,12 @@ _TOLERATED_STALL = 0.1
 _ADVICE = 'Give the layer dtype="float32", or convert the model with kmp.to_mixed_precision.'
 
 _CAST_FIRST = 'Square keras.ops.cast(x, "float32") in place of x'
+_CAST_TABLE = 'Look up in keras.ops.cast(x, "float32") in place of x'
+_MULTIPLY_TABLE = (
+    'Look up in keras.ops.cast(x, "float32") * 1.0 in place of x: without the product TensorFlow '
+    "casts back first, and adds up then"
+)
+_CAST_SUMMANDS = 'Add up keras.ops.cast(x, "float32") in place of x'
 _OR_FLOAT32 = ', or give the layer dtype="float32"'
 
 _REVERSIBLE: Any = getattr(keras.layers, "ReversibleEmbedding", ())  # not in every Keras 3
@@ -199,6 +206,23 @@ def sum_of_squares(program: Program) -> Findings:
             f"it adds up the squares of {each.number:,} numbers in float16: where their root mean "
             f"square is above {largest:.2g}, the sum is inf, and what its root divides becomes 0.",
             _ADVICE if each.is_cheap_in_float32 else f"{cast_first}.",
+        )
+
+
+def sum_by_index(program: Program) -> Findings:
+    """Sums by index, which stop growing in half precision; and gradients that are such sums."""
+    for each in sums_by_index(program) if half_layers(program.model) else ():
+        rounds, cast_first = f"it adds up by index in {each.dtype}", _CAST_SUMMANDS
+        if each.is_gradient:
+            cast_first = _MULTIPLY_TABLE if each.is_cast_back_first else _CAST_TABLE
+            rounds = f"the gradient of what it looks up is added up by index in {each.dtype}"
+        helps = is_inner_layer(each.layer) and not each.is_cast_back_first
+        or_float32 = _OR_FLOAT32 * helps
+        yield (
+            path_of(each.layer),
+            f"{rounds}, and this machine rounds the sum after each number: of ones it stays at "
+            f"{whole_numbers(each.dtype)}, however many more come.",
+            _ADVICE if each.is_cheap_in_float32 else f"{cast_first}{or_float32}.",
         )
 
 

@@ -85,6 +85,8 @@ def audit(model: keras.Model) -> AuditReport:
       sine is taken;
     - `"sum of squares"`: a norm in float16 of so many numbers that their squares soon add up to
       more than 65504; what is divided by it becomes 0;
+    - `"sum by index"`: numbers that are added up by their index, as by `keras.ops.segment_sum`, in
+      half precision, where this machine rounds the sum after each of them: it stops growing;
     - `"epsilon"`: a number that is 0 in the half precision that a layer computes with it in, such
       as an epsilon of 1e-8, or the optimizer's epsilon in the dtype of the weights;
     - `"constant"`: a number that is beyond the range of that dtype, such as the -1e9 of a mask;

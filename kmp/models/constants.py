@@ -15,7 +15,7 @@ import numpy as np
 from keras import Layer
 from keras.layers import Activation, Lambda
 
-from kmp._backend.types import Operation, Value
+from kmp._backend.types import KEEPING, Operation, Value
 from kmp._keras import is_inner_layer, is_kerass_own
 from kmp._keras.calls import Call
 from kmp.models.programs import Program, call_of, received
@@ -128,7 +128,7 @@ def _computed_with(
                 half = [halves[x] for x in (made, *others) if x in halves]
                 if half and constant.dtype not in HALF_DTYPES:
                     return half[0], _rounded(number, half[0])
-                if each.kind in ("cast", "move") and made.is_one_number and made not in reached:
+                if each.kind in KEEPING and made.is_one_number and made not in reached:
                     reached.append(made)
     return constant.dtype, number
 

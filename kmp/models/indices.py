@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import keras
 from keras.layers import Wrapper
 
-from kmp._backend.types import Operation, Value
+from kmp._backend.types import KEEPING, Operation, Value
 from kmp._keras import is_graph, is_preprocessing
 from kmp._keras.calls import Call
 from kmp.models.programs import (
@@ -187,7 +187,7 @@ def _other_than_0(operations: list[Operation]) -> set[Value]:
     for each in operations:
         given = [x for x in each.inputs if x in found or x.number]
         found.update(given)
-        if given and each.kind in ("cast", "move") and len(each.inputs) == 1:
+        if given and each.kind in KEEPING and len(each.inputs) == 1:
             found.update(each.outputs)
     return found
 
@@ -236,7 +236,7 @@ def _holds_all(operations: list[Operation], path: set[Value], consumer: Operatio
     """
     for each in operations:
         makes = not path.isdisjoint(each.outputs) and not path.isdisjoint(each.inputs)
-        if makes and each.kind not in ("cast", "move", "note", "sequence"):
+        if makes and each.kind not in (*KEEPING, "sequence"):
             return False
     indices = set(consumer.outputs) if consumer.kind == "cast" else set()
     tables = list(consumer.inputs) if consumer.kind == "equal" else []
@@ -244,7 +244,7 @@ def _holds_all(operations: list[Operation], path: set[Value], consumer: Operatio
         if indices.isdisjoint(each.inputs):
             continue
         made = set(map(_is_index, each.outputs))
-        if made == {True} and each.kind in ("add", "cast", "move", "note"):
+        if made == {True} and each.kind in ("add", *KEEPING):
             indices.update(each.outputs)
         elif made == {True}:
             return False

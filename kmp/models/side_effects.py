@@ -1,4 +1,4 @@
-"""Layers that half precision harms: in losses they add, their state, constants, sums of squares.
+"""Layers that half precision harms: in losses they add, their state, constants and sums.
 
 Keras hands a layer its variables rounded to the dtype that it computes in. A moving average that
 is updated from what it was stalls there, as steps below half a unit in the last place are lost,
@@ -16,6 +16,7 @@ from kmp._keras import path_of
 from kmp.models.constants import HAS_A_CONSTANT, lost_constants
 from kmp.models.indices import Rounding
 from kmp.models.programs import Program
+from kmp.models.sums_by_index import ADDS_UP_BY_INDEX, sums_by_index
 from kmp.models.sums_of_squares import ADDS_UP_SQUARES, sums_of_squares
 from kmp.precision.trees import HALF_DTYPES
 
@@ -51,7 +52,9 @@ def harmed_layers(program: Program) -> dict[int, Rounding]:
     """
     sums = [each.layer for each in sums_of_squares(program) if each.is_cheap_in_float32]
     constants = [each.layer for each in lost_constants(program) if each.is_cheap_in_float32]
+    by_index = [each.layer for each in sums_by_index(program) if each.is_cheap_in_float32]
     found = dict.fromkeys(constants, HAS_A_CONSTANT) | dict.fromkeys(sums, ADDS_UP_SQUARES)
+    found |= dict.fromkeys(by_index, ADDS_UP_BY_INDEX)
     found |= dict.fromkeys(half_losses(program), HALF_LOSSES)
     found |= dict.fromkeys(rounded_updates(program), ROUNDED_STATE)
     return {

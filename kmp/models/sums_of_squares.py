@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from kmp._backend.types import Operation, Value
+from kmp._backend.types import KEEPING, Operation, Value
 from kmp._keras import is_inner_layer
 from kmp.models.programs import Program, call_of, code_of, received
 
@@ -62,12 +62,12 @@ def _sums(operations: Iterable[Operation]) -> Iterator[SumOfSquares]:
             inside = call if received(each) else call.parent
         if each.kind == "square":
             squares.update(x for x in each.outputs if x.dtype == "float16")
-        elif each.kind in ("cast", "move", "note") and not squares.isdisjoint(each.inputs):
+        elif each.kind in KEEPING and not squares.isdisjoint(each.inputs):
             squares.update(each.outputs)  # XLA adds up in float32
         elif each.kind == "sum" and not squares.isdisjoint(each.inputs):
             number = _size(each.inputs[0]) // max(_size(each.outputs[0]), 1)
             sums |= dict.fromkeys(each.outputs, number)
-        elif each.kind in ("cast", "move", "note"):
+        elif each.kind in KEEPING:
             sums |= {x: sums[y] for y in each.inputs if y in sums for x in each.outputs}
         for x in each.outputs:
             if x.dtype == "float16" and sums.get(x, 0) >= _FEWEST and (code := code_of(inside)):

@@ -8,19 +8,21 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
-from kmp._backend.types import Operation, Tree, Value
+from kmp._backend.types import ByIndex, Operation, Tree, Value, shared_axes
 
 _NAMES = {
     "add": "add",
     "cast": "convert_element_type",
     "equal": "eq ne",
-    "move": "broadcast_in_dim concatenate copy dynamic_slice gather pad reshape rev select_n slice "
-    "split squeeze transpose",
+    "look up": "gather",
+    "move": "broadcast_in_dim concatenate copy dynamic_slice pad reshape rev select_n slice split "
+    "squeeze transpose",
     "note": "name",
     "sequence": "iota",
     "square": "square",
     "subtract": "sub",
     "sum": "reduce_sum",
+    "sum by index": "scatter-add scatter_add",
     "wave": "cos sin",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
@@ -80,8 +82,19 @@ def _read(program: Any, inputs: list, labels: list, found: list[Operation]) -> l
                 kind = "" if theirs else kind
             if _squares(each, given):
                 kind = "square"
-            found.append(Operation(kind, given, made, label))
+            by_index = None
+            if kind in ("look up", "sum by index"):
+                by_index = ByIndex(_indices(each, given), made[0].dtype)
+            found.append(Operation(kind, given, made, label, by_index))
     return [value(x) for x in program.outvars]
+
+
+def _indices(equation: Any, given: tuple[Value, ...]) -> tuple[int | None, ...]:
+    dimensions = equation.params["dimension_numbers"]
+    names = "start_indices_batching_dims", "scatter_indices_batching_dims"
+    own = [i for name in names for i in getattr(dimensions, name, ())]  # not in each JAX
+    *axes, parts = given[1].shape or (1,)
+    return shared_axes([n for i, n in enumerate(axes) if i not in own], parts)
 
 
 def _squares(equation: Any, given: tuple[Value, ...]) -> bool:

@@ -6,18 +6,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kmp._backend.types import Operation, Tree, Value
+from kmp._backend.types import ByIndex, Operation, Tree, Value, shared_axes
 
 _NAMES = {
     "add": "Add AddN AddV2",
     "cast": "AsString Cast",
     "equal": "Equal NotEqual",
-    "move": "BroadcastTo ConcatV2 ExpandDims GatherV2 Identity Pack Pad PadV2 Reshape ReverseV2 "
-    "SelectV2 Slice Split SplitV Squeeze StridedSlice Tile Transpose Unpack",
+    "look up": "GatherNd GatherV2",
+    "move": "BroadcastTo ConcatV2 ExpandDims Identity Pack Pad PadV2 Reshape ReverseV2 SelectV2 "
+    "Slice Split SplitV Squeeze StridedSlice Tile Transpose Unpack",
     "sequence": "Const Placeholder Range",  # a placeholder stands for what the code holds
     "square": "Square",
     "subtract": "Sub",
     "sum": "Sum",
+    "sum by index": "ScatterNd SegmentSum SegmentSumV2 TensorScatterAdd UnsortedSegmentSum",
     "wave": "Cos Sin",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
@@ -70,7 +72,38 @@ def _read(
                 kind = _set_number(each, made) if each.type == "Const" else ""
             elif _squares(each, given):
                 kind = "square"
-            found.append(Operation(kind, () if each.type in _OF_A_SHAPE else given, made))
+            given = () if each.type in _OF_A_SHAPE else given
+            by_index = _by_index(each) if kind in ("look up", "sum by index") else None
+            found.append(Operation(kind, given, made, by_index=by_index))
+
+
+def _by_index(operation: Any) -> ByIndex:
+    """How a sum by index, or the gradient of a look-up, is added up.
+
+    Look-ups along the first axis have slices as their gradients. Casts hand them on; the operation
+    before those, or the weight, is the first to need a tensor, and they are added up for it.
+    """
+    table, indices = operation.inputs[0], operation.inputs[1].shape
+    before = table
+    if operation.type == "GatherNd":
+        makes_slices = indices.rank == 2 and indices[-1] == 1
+    else:
+        is_gather = operation.type == "GatherV2"
+        makes_slices = is_gather and tf.get_static_value(operation.inputs[2]) == 0
+    while makes_slices and before.op.type in ("Cast", "Identity"):
+        before = before.op.inputs[0]
+    dtype = before if makes_slices else operation.outputs[0]
+    return ByIndex(_indices(operation), dtype.dtype.base_dtype.name, makes_slices)
+
+
+def _indices(operation: Any) -> tuple[int | None, ...]:
+    shape = _value(operation.inputs[0 if operation.type == "ScatterNd" else 1]).shape or ()
+    if operation.type == "GatherV2":
+        return shape[operation.get_attr("batch_dims") :]
+    if "Segment" in operation.type:
+        return shape
+    *axes, parts = shape or (1,)
+    return shared_axes(axes, parts)
 
 
 def _set_number(constant: Any, made: tuple[Value, ...]) -> str:

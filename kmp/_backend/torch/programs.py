@@ -9,19 +9,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kmp._backend.types import Operation, Tree, Value
+from kmp._backend.types import ByIndex, Operation, Tree, Value
 
 _NAMES = {
     "add": "add",
     "cast": "_to_copy copy",
     "equal": "eq ne",
+    "look up": "embedding index take",
     "move": "_unsafe_view alias cat clamp clone constant_pad_nd detach empty_like expand flip "
-    "gather index index_select permute repeat scatter select slice split squeeze stack t transpose "
+    "gather index_select permute repeat scatter select slice split squeeze stack t transpose "
     "unbind unsqueeze view where",
     "sequence": "arange",
     "square": "square",
     "subtract": "rsub sub",
     "sum": "sum",
+    "sum by index": "index_put",
     "wave": "cos sin",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
@@ -58,22 +60,28 @@ class _Tape(TorchDispatchMode):
         kind = _KINDS.get(name.removesuffix("_"), "")  # of what writes in place, too
         if (name == "mul" and args[0] is args[1]) or (name == "pow" and self._is_two(args[1])):
             kind = "square"
+        elif kind == "sum by index" and True not in args[3:]:  # it puts them there
+            kind = ""
         dtypes = [x.dtype for x in _tensors(outputs) if x.is_floating_point()]
         for number in args if dtypes else ():
             if isinstance(number, float):
                 self.add_number(number, dtypes[0])
-        self.add(kind, given, _tensors(outputs))
+        by_index = None
+        if kind in ("look up", "sum by index"):
+            indices = max(_tensors([args[1]]), key=torch.Tensor.numel)  # there may be several axes
+            by_index = ByIndex(tuple(indices.shape), self.value(outputs).dtype)
+        self.add(kind, given, _tensors(outputs), by_index=by_index)
         for written in _tensors(outputs) if name.endswith("_") else ():
             if written._base is not None:  # a part of another tensor was written
                 self.add("move", [written], [written._base])
         return outputs
 
-    def add(self, kind, given, made, label=None):
+    def add(self, kind, given, made, label=None, by_index=None):
         for tensor in given:
             if id(tensor) not in self._values and tensor.numel() > 1:
                 self.found.append(Operation("sequence", (), (self.value(tensor),)))
         values = tuple(map(self.value, given))
-        self.found.append(Operation(kind, values, tuple(map(self.value, made)), label))
+        self.found.append(Operation(kind, values, tuple(map(self.value, made)), label, by_index))
 
     def add_number(self, number, dtype, value=None):
         """Write down a constant that is computed with in a dtype, or is a tensor of its own."""
