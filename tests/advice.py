@@ -1335,6 +1335,13 @@ def of_kinds(*mend, **arguments):
     return [layers.Dense(8, "relu"), Kind(*mend, **arguments), head()]
 
 
+def over_steps(policy="mixed_bfloat16", **arguments):
+    """The same numbers at 512 steps; the head gets the mean of the outputs."""
+    recurrent = layers.GRU(4, return_sequences=True, **{"dtype": policy, **arguments})
+    mean = layers.GlobalAveragePooling1D(dtype="float32")
+    return [layers.Dense(8, "relu"), layers.RepeatVector(512), recurrent, mean, head()]
+
+
 def pooled(**arguments):
     first = layers.Dense(8, "relu", bias_initializer="ones")
     return [first, Pooled(**arguments), head()]
@@ -1519,6 +1526,26 @@ OF_AUDIT = [
         FREQUENT,
         "as it says",
         {"layers": lambda: frequent(dtype="float32")},
+        backends=("jax",),
+    ),
+    A(
+        "audit: half gradient",
+        "Write use_cudnn=False",
+        "a GRU returns the outputs of 512 steps",
+        {"layers": over_steps},
+        "as it says",
+        {"layers": lambda: over_steps(use_cudnn=False)},
+        float32={"layers": lambda: over_steps("float32")},
+        backends=("jax",),
+    ),
+    A(
+        "audit: half gradient",
+        "or " + FLOAT32_LAYER.replace("G", "g"),
+        "a GRU returns the outputs of 512 steps",
+        {"layers": over_steps},
+        "as it says",
+        {"layers": lambda: over_steps(dtype="float32")},
+        float32={"layers": lambda: over_steps("float32")},
         backends=("jax",),
     ),
     A(

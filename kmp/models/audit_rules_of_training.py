@@ -31,11 +31,12 @@ from kmp._keras.optimizer import (
 from kmp._keras.training import guard_of
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
-from kmp.models.audit_rules_of_layers import Findings
+from kmp.models.audit_rules_of_layers import Findings, half_layers
 from kmp.models.indices import whole_numbers
 from kmp.models.optimizers import scales_the_loss
 from kmp.models.output_layers import output_layers
 from kmp.models.programs import Program
+from kmp.models.recurrence import adds_up_steps
 from kmp.models.side_effects import CAST_LOSS, half_losses, loss_problem
 from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -151,7 +152,7 @@ def _share_that_stands_still(variables: list[Any], dtype: str, step: float) -> f
 
 
 def half_gradient(model: Any) -> Findings:
-    """Embeddings whose table Keras casts first in its train step on JAX.
+    """Embeddings whose table Keras casts first in its train step on JAX; long recurrent layers.
 
     The step calls `model.call`, which opens no scope of a policy. So the layers of the model itself
     are called outside one, where `Layer.__call__` casts the variables of a layer even if its
@@ -173,6 +174,15 @@ def half_gradient(model: Any) -> Findings:
                 f"Keras's train step on JAX adds up the gradient of a word in {dtype}, where a sum "
                 f"of ones stalls at {whole_numbers(dtype)}.",
                 f'{protect if can_protect else "Give the layer"} dtype="float32".',
+            )
+    for layer in half_layers(model):
+        if layer.trainable and adds_up_steps(layer, layer.compute_dtype):
+            yield (
+                path_of(layer),
+                f"Keras's code for {type(layer).__name__} adds up the gradients of its steps in "
+                f"{layer.compute_dtype}, where a sum of ones stalls at "
+                f"{whole_numbers(layer.compute_dtype)}.",
+                'Write use_cudnn=False, or give the layer dtype="float32".',
             )
 
 

@@ -68,7 +68,8 @@ def audit(model: keras.Model) -> AuditReport:
     - `"half weights"`: weights in bfloat16 that Adam does not move, or in any half precision and so
       large that the optimizer's steps are rounded away;
     - `"half gradient"`: the gradient of an `Embedding` that Keras's train step on JAX adds up in
-      half precision, unless `kmp.protect` or one of kmp's callbacks protects the model;
+      half precision, unless `kmp.protect` or one of kmp's callbacks protects the model; and that of
+      a `GRU` or `LSTM` of many steps that Keras's own code for it adds up so;
     - `"half statistics"`: moving averages in half precision that stall far from the true value, and
       other variables that a layer rounds when it updates them; and an average pooling of so many
       numbers that it is wrong where this machine adds them up in half precision;
@@ -86,7 +87,8 @@ def audit(model: keras.Model) -> AuditReport:
     - `"sum of squares"`: a norm in float16 of so many numbers that their squares soon add up to
       more than 65504; what is divided by it becomes 0;
     - `"sum by index"`: numbers that are added up by their index, as by `keras.ops.segment_sum`, in
-      half precision, where this machine rounds the sum after each of them: it stops growing;
+      half precision, where this machine rounds the sum after each of them: it stops growing; or
+      that are looked up by their index, whose gradient is such a sum;
     - `"epsilon"`: a number that is 0 in the half precision that a layer computes with it in, such
       as an epsilon of 1e-8, or the optimizer's epsilon in the dtype of the weights;
     - `"constant"`: a number that is beyond the range of that dtype, such as the -1e9 of a mask;

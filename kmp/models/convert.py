@@ -41,6 +41,7 @@ from kmp.models.output_layers import called_models, output_layers
 from kmp.models.policies import remember_policies
 from kmp.models.pooling import ADDS_UP_IN_HALF, error_of_averages
 from kmp.models.programs import Program
+from kmp.models.recurrence import ADDS_UP_STEPS, adds_up_steps
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
 from kmp.models.retype import dtype_changes, float32_weights, retype
 from kmp.models.side_effects import ROUNDED_STATE, harmed_layers, told_of_models
@@ -70,6 +71,9 @@ def to_mixed_precision(
       in half precision;
     - average pooling of so many numbers that it is wrong by more than 3% where this machine adds
       them up in half precision, which is tried: 14 by 14 pixels on JAX's CPUs in bfloat16;
+    - a `GRU`, and on PyTorch an `LSTM`, that returns the outputs of more than 256 steps (2048 under
+      float16), where Keras's fast code for it adds up their gradients in half precision, which is
+      tried: those of the first steps are lost. `use_cudnn=False` chooses other code;
     - under float16, layers that add up 256 squares or more, as `UnitNormalization` does: beyond
       65504 the sum is inf, and what is divided by its root becomes 0. A layer with more weights
       than that computes in float16, and `kmp.audit` says what to do;
@@ -361,8 +365,8 @@ def _plan(
             new, reason = outputs, "shares an output layer"
         elif layer.activity_regularizer is not None:
             reason = "activity regularizer"
-        elif error_of_averages(layer, half_dtype() if policy.adapts else policy.compute_dtype):
-            reason = ADDS_UP_IN_HALF
+        elif reason := _wrong_sum(layer, policy):
+            pass
         elif any(map(is_preprocessing, inner)) and not is_graph(layer):
             reason = RAW_INPUTS
         elif id(layer) in exact:
@@ -377,6 +381,14 @@ def _plan(
 
     visit(model)
     return list(plan.values())
+
+
+def _wrong_sum(layer: keras.Layer, policy: Policy) -> str:
+    """What a layer would add up wrongly on this machine, or nothing."""
+    half = half_dtype() if policy.adapts else policy.compute_dtype
+    if error_of_averages(layer, half):
+        return ADDS_UP_IN_HALF
+    return ADDS_UP_STEPS if adds_up_steps(layer, half) else ""
 
 
 def _exact(rounding: Rounding, policy: Policy) -> tuple[Policy, str]:
