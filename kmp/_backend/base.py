@@ -419,6 +419,19 @@ class Backend(abc.ABC):
 
         return step
 
+    def sums_in_float32(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a compiled train step add up in float32 what it adds up in half precision.
+
+        Only JAX needs it, whose programs leave that to XLA.
+
+        Args:
+            train_step: as the backend's trainer calls it.
+
+        Returns:
+            A function with the same arguments and results.
+        """
+        return train_step
+
     def settle(self, model: Any) -> None:
         """Write the state that JAX's loop of `fit` holds into the variables of the model."""
         return  # elsewhere the variables hold it

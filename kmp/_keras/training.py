@@ -39,6 +39,11 @@ def guard_of(model: Any) -> Any:
     return guard if isinstance(guard, Guard) else None
 
 
+def adds_up_in_float32(model: Any) -> bool:
+    """Whether the model's steps add up half precision in float32, as protected ones do on JAX."""
+    return keras.backend.backend() == "jax" and guard_of(model) is not None
+
+
 class Buffer:
     """A buffer, such as the running variance of PyTorch's BatchNorm, as a variable.
 

@@ -51,8 +51,9 @@ def protect(model: Any) -> "Protection":
     is applied, but would multiply a moving variance by more than the rule's factor: after the first
     100 steps, and within a budget of the rule's size.
 
-    On JAX the step also adds up the gradient of an `Embedding` in float32 under a mixed policy, as
-    on the other backends. Keras's own does that in half precision, where a sum of ones stalls.
+    On JAX a compiled step also adds up in float32 what it adds up in half precision: the gradients
+    of biases, of an `Embedding` and of what else is looked up. XLA rounds such sums on CPUs after
+    each number, where a sum of ones stalls.
 
     The seeds of dropout and augmentation go on: the next step draws other numbers. A batch whose
     mask made it overflow would otherwise do so for ever. A copy of the model is not protected.

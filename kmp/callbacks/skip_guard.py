@@ -57,7 +57,7 @@ def protected_step(
     optimizer = model.optimizer
     tracked = _tracked_step(model, train_step, tracker)
     if not is_loss_scale_optimizer(optimizer):
-        return tracked  # which skips nothing
+        return backend.sums_in_float32(tracked)  # which skips nothing
     # Buffers of PyTorch that the first step left alone, as masks: they are not copied in each step.
     idle: set[Any] = set()
     is_first = True
@@ -99,7 +99,8 @@ def protected_step(
             optimizer.scaled_step.forget_scale_of(kept.scale, nonfinite)
         return _present_logs(model, logs)
 
-    return backend.around_train_step(model, tracked, before, after)
+    step = backend.around_train_step(model, tracked, before, after)
+    return backend.sums_in_float32(step)
 
 
 def _tracked_step(

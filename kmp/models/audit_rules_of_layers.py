@@ -9,6 +9,7 @@ from keras import Model
 from keras.layers import BatchNormalization, Dense, EinsumDense, Masking
 
 from kmp._keras import is_inner_layer, is_preprocessing, layers_of, path_of, rounds_raw_inputs
+from kmp._keras.training import adds_up_in_float32
 from kmp.layers import Float32OutputDense
 from kmp.models.constants import LostConstant, lost_constants
 from kmp.models.indices import (
@@ -212,6 +213,8 @@ def sum_of_squares(program: Program) -> Findings:
 def sum_by_index(program: Program) -> Findings:
     """Sums by index, which stop growing in half precision; and gradients that are such sums."""
     for each in sums_by_index(program) if half_layers(program.model) else ():
+        if each.is_gradient and adds_up_in_float32(program.model):
+            continue
         rounds, cast_first = f"it adds up by index in {each.dtype}", _CAST_SUMMANDS
         if each.is_gradient:
             cast_first = _MULTIPLY_TABLE if each.is_cast_back_first else _CAST_TABLE

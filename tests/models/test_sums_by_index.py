@@ -287,6 +287,20 @@ def test_slices_are_told_to_multiply_what_is_cast():
     assert not by_index(model) and gradient(layer, model) == NODES
 
 
+@pytest.mark.only("jax")
+def test_a_protected_model_adds_up_its_gradients_in_float32():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = of_two_rows(Lookup())[1]
+    model.compile(kmp.scaled("sgd"), "mse")
+    assert by_index(model)
+    with kmp.protect(model):
+        assert not by_index(model)
+    model = graphs(Readout)
+    model.compile(kmp.scaled("sgd"), "mse")
+    with kmp.protect(model):  # in `predict` its sums still stop
+        assert by_index(model)
+
+
 def finds(function, shape, *of_indices, trained=True):
     """Whether looking up in numbers of a shape is found, by integers that come as inputs."""
     keras.config.set_dtype_policy("mixed_bfloat16")

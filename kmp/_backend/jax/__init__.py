@@ -18,6 +18,7 @@ from kmp._backend.base import Backend
 from kmp._backend.jax.cards import NAMES, compiled_for, device_of
 from kmp._backend.jax.programs import operations
 from kmp._backend.jax.sharding import MeshSharding
+from kmp._backend.jax.sums import sums_in_float32
 from kmp._backend.jax.updates import decision, update_by_mask
 from kmp._backend.sharding import UNSHARDED, Sharding
 from kmp._backend.types import (
@@ -193,6 +194,15 @@ class JaxBackend(Backend):
             with holding(state) as scope:
                 logs = after(kept, logs)
             return logs, tuple([scope.get_current_value(v) for v in part] for part in owned())
+
+        return step
+
+    def sums_in_float32(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        exact = sums_in_float32(train_step)
+
+        def step(state: Any, data: Any) -> tuple[Any, Any]:
+            is_eager = all(map(self.is_concrete, jax.tree.leaves(state)))
+            return train_step(state, data) if is_eager else exact(state, data)
 
         return step
 

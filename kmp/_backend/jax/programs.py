@@ -27,7 +27,7 @@ _NAMES = {
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 # Their programs take the last of what they are given, and return what they return.
-_CALLS = {
+CALLS = {
     *("checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call"),
     *("custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"),
 }
@@ -68,7 +68,7 @@ def _read(program: Any, inputs: list, labels: list, found: list[Operation]) -> l
         given, made = tuple(map(value, each.invars)), tuple(map(value, each.outvars))
         name = each.primitive.name
         found += [Operation("number", (), (x,)) for x in given if x.number is not None]
-        inner = _programs(each.params) if name in _CALLS else []
+        inner = _programs(each.params) if name in CALLS else []
         for one in inner:
             returned = _read(one, list(given), labels, found)
             if len(returned) == len(made):
