@@ -7,7 +7,7 @@ import keras
 import ml_dtypes
 import numpy as np
 from keras import Model
-from keras.layers import Embedding, Softmax
+from keras.layers import Dense, EinsumDense, Embedding, Softmax
 from keras.losses import Loss
 from keras.metrics import MeanMetricWrapper, Metric
 
@@ -32,6 +32,7 @@ from kmp._keras.training import guard_of
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
 from kmp.models.audit_rules_of_layers import Findings, half_layers
+from kmp.models.biases import biases_stall
 from kmp.models.indices import whole_numbers
 from kmp.models.optimizers import scales_the_loss
 from kmp.models.output_layers import output_layers
@@ -175,6 +176,16 @@ def half_gradient(model: Any) -> Findings:
                 f"of ones stalls at {whole_numbers(dtype)}.",
                 f'{protect if can_protect else "Give the layer"} dtype="float32".',
             )
+    biased = [layer for layer in half_layers(model) if _stalls_by_its_bias(model, layer)]
+    if biased:
+        first, dtype = biased[0], biased[0].compute_dtype
+        others = f", and {len(biased) - 1} more as it," if len(biased) > 1 else ""
+        yield (
+            path_of(first),
+            f"without XLA this machine adds up the gradient of its bias{others} in {dtype}, where "
+            f"a sum of ones stalls at {whole_numbers(dtype)}.",
+            "Compile with jit_compile=True, or train in float32 on this machine.",
+        )
     for layer in half_layers(model):
         if layer.trainable and adds_up_steps(layer, layer.compute_dtype):
             yield (
@@ -184,6 +195,17 @@ def half_gradient(model: Any) -> Findings:
                 f"{whole_numbers(layer.compute_dtype)}.",
                 'Write use_cudnn=False, or give the layer dtype="float32".',
             )
+
+
+def _stalls_by_its_bias(model: Any, layer: Any) -> bool:
+    """Whether the gradient of a layer's bias stalls, as on CPUs, in a model compiled without XLA.
+
+    In graphs the bias of a convolution is added up in float32. On JAX kmp's callbacks see to it.
+    """
+    if keras.backend.backend() != "tensorflow" or not model.compiled or model.jit_compile:
+        return False
+    has_bias = isinstance(layer, (Dense, EinsumDense)) and layer.bias is not None
+    return has_bias and layer.trainable and biases_stall(layer.compute_dtype)
 
 
 def lost_on_reload(model: Any) -> Findings:
