@@ -179,7 +179,7 @@ def half_gradient(model: Any) -> Findings:
     biased = [layer for layer in half_layers(model) if _stalls_by_its_bias(model, layer)]
     if biased:
         first, dtype = biased[0], biased[0].compute_dtype
-        others = f", and {len(biased) - 1} more as it," if len(biased) > 1 else ""
+        others = f", as of {len(biased) - 1} more," if len(biased) > 1 else ""
         yield (
             path_of(first),
             f"without XLA this machine adds up the gradient of its bias{others} in {dtype}, where "

@@ -66,7 +66,7 @@ def test_one_finding_says_it_of_all_layers():
     assert found == (
         path_of(model.layers[0]),
         "half gradient",
-        "without XLA this machine adds up the gradient of its bias, and 1 more as it, in bfloat16, "
+        "without XLA this machine adds up the gradient of its bias, as of 1 more, in bfloat16, "
         "where a sum of ones stalls at 256.",
         "Compile with jit_compile=True, or train in float32 on this machine.",
     )
