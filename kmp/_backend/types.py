@@ -1,6 +1,7 @@
 """Aliases that say what an argument is; tensors of the three backends share no base class."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,6 +49,11 @@ class Value:
     def is_one_number(self) -> bool:
         """Whether it holds one number."""
         return self.shape is not None and all(n == 1 for n in self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds, for each of a batch of unknown size."""
+        return math.prod(n for n in self.shape or () if n is not None)
 
 
 class PlannedProgram(NamedTuple):
@@ -105,6 +111,8 @@ class Operation(NamedTuple):
     by_index: ByIndex | None = None
 
 
+# Kinds that have a `by_index`.
+BY_INDEX = ("look up", "sum by index")
 # Kinds whose outputs are their inputs, in another dtype or place.
 KEEPING = ("cast", "look up", "move", "note")
 

@@ -76,10 +76,9 @@ def sums_by_index(program: Program) -> list[SumByIndex]:
             is_gradient = each.kind == "look up"
             if is_gradient and (_is_of_an_embedding(inside) or each.inputs[0] not in trained):
                 continue
-            if each.by_index and (code := _code_of(inside, each.by_index)) and _stops(each, inputs):
-                made = SumByIndex(
-                    code, each.by_index.dtype, is_gradient, each.by_index.is_cast_back_first
-                )
+            how = each.by_index
+            if how and (code := _code_of(inside, how)) and _stops(each, how, inputs):
+                made = SumByIndex(code, how.dtype, is_gradient, how.is_cast_back_first)
                 found.setdefault((id(code), *made[1:]), made)
     return list(found.values())
 
@@ -95,34 +94,28 @@ def _code_of(call: Call | None, sum_by_index: ByIndex) -> Any:
     return code_of(call)
 
 
-def _stops(operation: Operation, inputs: set[Value]) -> bool:
+def _stops(operation: Operation, sum_by_index: ByIndex, inputs: set[Value]) -> bool:
     """Whether a sum may have more numbers than it takes to stop, and stops on this machine.
 
     Args:
         operation: a sum by index or a look-up.
+        sum_by_index: how it is added up.
         inputs: what depends on the inputs of the model. Other indices are taken to come equally
             often.
     """
-    indices, dtype, _ = operation.by_index or ByIndex((), "", False)
+    dtype = sum_by_index.dtype
     if dtype not in HALF_DTYPES:
         return False
     most = whole_numbers(dtype)
     if not inputs.isdisjoint(x for x in operation.inputs if x.dtype.startswith(("int", "uint"))):
-        may_stop = None in indices or _product(indices) > most
+        sizes = [most + 1 if n is None else n for n in sum_by_index.indices]
+        may_stop = math.prod(sizes) > most
     else:
-        taken = max(_size(x) for x in operation.inputs if x.dtype in FLOATS)
-        made = _size(operation.outputs[0])
+        taken = max(x.size for x in operation.inputs if x.dtype in FLOATS)
+        made = operation.outputs[0].size
         many, few = (made, taken) if operation.kind == "look up" else (taken, made)
         may_stop = many > most * few
     return may_stop and _rounds_each(dtype)
-
-
-def _size(value: Value) -> int:
-    return _product(value.shape or ())
-
-
-def _product(shape: tuple[int | None, ...]) -> int:
-    return math.prod(n for n in shape if n is not None)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ What is divided by the root of such a sum becomes 0, and so do its gradients: no
 any more, and the model goes on without these numbers.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -65,15 +64,10 @@ def _sums(operations: Iterable[Operation]) -> Iterator[SumOfSquares]:
         elif each.kind in KEEPING and not squares.isdisjoint(each.inputs):
             squares.update(each.outputs)  # XLA adds up in float32
         elif each.kind == "sum" and not squares.isdisjoint(each.inputs):
-            number = _size(each.inputs[0]) // max(_size(each.outputs[0]), 1)
+            number = each.inputs[0].size // max(each.outputs[0].size, 1)
             sums |= dict.fromkeys(each.outputs, number)
         elif each.kind in KEEPING:
             sums |= {x: sums[y] for y in each.inputs if y in sums for x in each.outputs}
         for x in each.outputs:
             if x.dtype == "float16" and sums.get(x, 0) >= _FEWEST and (code := code_of(inside)):
                 yield SumOfSquares(code, sums[x])
-
-
-def _size(value: Value) -> int:
-    """How many numbers a value has for each of a batch of unknown size."""
-    return math.prod(n for n in value.shape or () if n is not None)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
-from kmp._backend.types import ByIndex, Operation, Tree, Value, shared_axes
+from kmp._backend.types import BY_INDEX, ByIndex, Operation, Tree, Value, shared_axes
 
 _NAMES = {
     "add": "add",
@@ -83,7 +83,7 @@ def _read(program: Any, inputs: list, labels: list, found: list[Operation]) -> l
             if _squares(each, given):
                 kind = "square"
             by_index = None
-            if kind in ("look up", "sum by index"):
+            if kind in BY_INDEX:
                 by_index = ByIndex(_indices(each, given), made[0].dtype)
             found.append(Operation(kind, given, made, label, by_index))
     return [value(x) for x in program.outvars]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kmp._backend.types import ByIndex, Operation, Tree, Value, shared_axes
+from kmp._backend.types import BY_INDEX, ByIndex, Operation, Tree, Value, shared_axes
 
 _NAMES = {
     "add": "Add AddN AddV2",
@@ -73,7 +73,7 @@ def _read(
             elif _squares(each, given):
                 kind = "square"
             given = () if each.type in _OF_A_SHAPE else given
-            by_index = _by_index(each) if kind in ("look up", "sum by index") else None
+            by_index = _by_index(each) if kind in BY_INDEX else None
             found.append(Operation(kind, given, made, by_index=by_index))
 
 

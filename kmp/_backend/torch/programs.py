@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kmp._backend.types import ByIndex, Operation, Tree, Value
+from kmp._backend.types import BY_INDEX, ByIndex, Operation, Tree, Value
 
 _NAMES = {
     "add": "add",
@@ -67,7 +67,7 @@ class _Tape(TorchDispatchMode):
             if isinstance(number, float):
                 self.add_number(number, dtypes[0])
         by_index = None
-        if kind in ("look up", "sum by index"):
+        if kind in BY_INDEX:
             indices = max(_tensors([args[1]]), key=torch.Tensor.numel)  # there may be several axes
             by_index = ByIndex(tuple(indices.shape), self.value(outputs).dtype)
         self.add(kind, given, _tensors(outputs), by_index=by_index)
