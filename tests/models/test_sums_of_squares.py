@@ -13,6 +13,10 @@ from kmp._keras import path_of
 WIDTH = 1024
 
 
+def turned(x):
+    return ops.take(x, np.arange(WIDTH)[::-1].copy(), axis=1)
+
+
 def lengths(x):
     return ops.sqrt(ops.sum(x * x, -1, keepdims=True))
 
@@ -24,6 +28,7 @@ SPELLED = {
     "power": lambda x: x / ops.sqrt(ops.sum(ops.power(x, 2), -1, keepdims=True)),
     "operator": lambda x: x / ops.sqrt(ops.sum(x**2, -1, keepdims=True)),
     "normalize": ops.normalize,
+    "looked up": lambda x: x * ops.rsqrt(ops.sum(turned(ops.square(x)), -1, keepdims=True)),
     **({} if BACKEND == "torch" else {"norm": lambda x: x / ops.norm(x, axis=-1, keepdims=True)}),
 }
 SOUND = {
@@ -42,7 +47,7 @@ def wide(norm):
     return model_of(layers.Dense(WIDTH, name="wide"), norm, layers.Dense(8, dtype="float32"))
 
 
-@pytest.mark.parametrize("how", few(SPELLED, "square", "normalize"))
+@pytest.mark.parametrize("how", few(SPELLED, "square", "normalize", "looked up"))
 def test_they_are_found_however_they_are_spelled(how):
     model = wide(layers.Lambda(SPELLED[how], name="unit"))
     (found,) = of_squares(model)
