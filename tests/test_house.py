@@ -267,7 +267,7 @@ GONE = {"3.12.0": "_record_training_state_sharding_spec"}
 # Of TensorFlow, of PyTorch, and of kmp itself.
 NOT_OF_KERAS = {
     *("_rng", "_C", "_are_functorch_transforms_active", "_foreach_copy_", "_foreach_mul"),
-    *("_foreach_norm", "_base", "_get_function", "_has_action"),
+    *("_foreach_norm", "_base", "_create_op_internal", "_get_function", "_has_action"),
 }
 
 

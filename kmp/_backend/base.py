@@ -420,9 +420,9 @@ class Backend(abc.ABC):
         return step
 
     def sums_in_float32(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a compiled train step add up in float32 what it adds up in half precision.
+        """Let a traced train step add up in float32 what it adds up in half precision.
 
-        Only JAX needs it, whose programs leave that to XLA.
+        PyTorch does so by itself.
 
         Args:
             train_step: as the backend's trainer calls it.

@@ -20,6 +20,7 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 from kmp._backend.base import Backend
 from kmp._backend.tensorflow import distribute
 from kmp._backend.tensorflow.programs import operations
+from kmp._backend.tensorflow.sums import sum_in_float32
 from kmp._backend.tensorflow.updates import update_by_mask
 from kmp._backend.tensorflow.views import BaseView
 from kmp._backend.types import (
@@ -234,6 +235,14 @@ class TensorFlowBackend(Backend):
                 with _outside_trace():
                     model._symbolic_build(data_batch=data)
             return around(data)
+
+        return step
+
+    def sums_in_float32(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def step(data: Any) -> Any:
+            if not tf.executing_eagerly():
+                sum_in_float32(tf.compat.v1.get_default_graph())
+            return train_step(data)
 
         return step
 

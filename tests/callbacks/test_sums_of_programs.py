@@ -1,0 +1,70 @@
+"""The sums within a program that JAX traces are rewritten, whatever program they are in."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax import numpy as jnp
+
+from kmp._backend.jax.sums import sums_in_float32
+
+pytestmark = pytest.mark.only("jax")
+ONES = 4096
+
+
+def nested(x):
+    """A sum in each kind of program that JAX has within another."""
+
+    def total(x):
+        return lax.reduce(x, np.zeros((), x.dtype), lax.add, (0, 1))
+
+    @jax.custom_jvp
+    def own(x):
+        return total(x)
+
+    own.defjvps(None)
+    return {
+        "jit": jax.jit(total)(x),
+        "checkpoint": jax.checkpoint(total)(x),
+        "cond": lax.cond(x[0, 0] > 0, total, lambda x: x[0, 0], x),
+        "scan": lax.scan(lambda carry, _: (carry + total(x) / ONES, None), x[0, 0], length=2)[0],
+        "while": lax.while_loop(lambda c: c < 2, lambda c: c + total(x), x[0, 0] * 0),
+        "own": own(x),
+        "windows": lax.reduce_window(x, np.zeros((), x.dtype), lax.add, x.shape, (1, 1), "VALID")[
+            0, 0
+        ],
+        "by index": jnp.zeros((2,), x.dtype).at[jnp.zeros(x.size, "int32")].add(x.reshape(-1))[0],
+        "none": None,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sums_within_other_programs(dtype):
+    x = jnp.ones((32, ONES // 32), dtype)
+    found = jax.jit(sums_in_float32(nested))(x)
+    expected = dict.fromkeys(found, ONES) | {"scan": 3, "none": None}
+    assert {k: y if y is None else float(y) for k, y in found.items()} == expected
+    assert {y.dtype.name for y in found.values() if y is not None} == {dtype}
+
+
+def test_a_program_without_such_sums_stays_the_same():
+    """JAX compiles what it has compiled once, and no second program."""
+    inner = jax.jit(lambda x: jnp.sum(x) * 2)
+
+    def programs(function):
+        equations = jax.make_jaxpr(function)(jnp.ones(4)).jaxpr.eqns
+        return [id(each.params["jaxpr"]) for each in equations if "jaxpr" in each.params]
+
+    assert programs(inner) == programs(sums_in_float32(inner)) != []
+
+
+def test_arguments_and_results_keep_their_structure():
+    def step(state, data):
+        return {"loss": state[0][0] + data["x"]}, (state[1], [None, *state[0]])
+
+    given = ([1.0], (jnp.ones(2),)), {"x": jnp.ones((), "bfloat16"), "y": None}
+    exact, plain = (jax.jit(each)(*given) for each in (sums_in_float32(step), step))
+    assert jax.tree.structure(exact) == jax.tree.structure(plain)
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), exact, plain)
