@@ -40,6 +40,7 @@ from advised_runs import (
 )
 from forgetful import Forgetful
 from keras import layers, ops
+from keras.callbacks import LambdaCallback
 
 import kmp
 from kmp._backend import backend
@@ -353,8 +354,22 @@ def protected(**changes):
     model = compiled(settings)
     kmp.protect(model)
     fit(model, settings)
-    found = "\n".join(map(str, kmp.audit(model).of_kind("half gradient")))
+    found = half_gradients(model)
     return Outcome(found, "found" if found else "clean", loss_in_float32(model, settings))
+
+
+def watched(**changes):
+    """Trained with a callback; audited meanwhile."""
+    settings, found = {**USUAL, **changes}, []
+    model = compiled(settings)
+    audit = LambdaCallback(on_epoch_end=lambda *_: found.append(half_gradients(model)))
+    fit(model, settings, [kmp.callbacks.TerminateOnNaN(), audit])
+    found = "\n".join(filter(None, found))
+    return Outcome(found, "found" if found else "clean", loss_in_float32(model, settings))
+
+
+def half_gradients(model):
+    return "\n".join(map(str, kmp.audit(model).of_kind("half gradient")))
 
 
 FREQUENT = {
@@ -1510,7 +1525,18 @@ OF_AUDIT = [
     ),
     A(
         "audit: half gradient",
-        "Call kmp.protect(model)",
+        "Give fit one of kmp's callbacks",
+        "a batch has a word 5,120 times, and its gradient is a sum in bfloat16",
+        FREQUENT,
+        "as it says",
+        lambda: watched(**FREQUENT),
+        state="clean",
+        float32=FREQUENT,
+        backends=("jax",),
+    ),
+    A(
+        "audit: half gradient",
+        "or call kmp.protect(model)",
         "a batch has a word 5,120 times, and its gradient is a sum in bfloat16",
         FREQUENT,
         "as it says",
@@ -1530,21 +1556,25 @@ OF_AUDIT = [
     ),
     A(
         "audit: half gradient",
-        "Compile with jit_compile=True",
+        "Give fit one of kmp's callbacks",
         "on a CPU the gradients of biases are added up in bfloat16",
         {"policy": "mixed_bfloat16"},
         "as it says",
-        {"compile": {"jit_compile": True}},
-        backends=("tensorflow",),
+        lambda: watched(policy="mixed_bfloat16"),
+        state="clean",
+        float32={},
+        backends=("tensorflow", "jax"),
     ),
     A(
         "audit: half gradient",
-        "or train in float32 on this machine",
+        "Compile without run_eagerly=True and jit_compile=False, and give fit one of kmp's",
         "on a CPU the gradients of biases are added up in bfloat16",
-        {"policy": "mixed_bfloat16"},
+        {"policy": "mixed_bfloat16", "compile": {"run_eagerly": True}},
         "as it says",
-        {"policy": "float32"},
-        backends=("tensorflow",),
+        lambda: watched(policy="mixed_bfloat16"),
+        state="clean",
+        float32={},
+        backends=("tensorflow", "jax"),
     ),
     A(
         "audit: half gradient",

@@ -39,9 +39,15 @@ def guard_of(model: Any) -> Any:
     return guard if isinstance(guard, Guard) else None
 
 
+def is_traced(model: Any) -> bool:
+    """Whether the model's steps are made programs of before they run."""
+    traced = {"jax": model.jit_compile, "tensorflow": not model.run_eagerly}
+    return traced.get(keras.backend.backend(), False)
+
+
 def adds_up_in_float32(model: Any) -> bool:
-    """Whether the model's steps add up half precision in float32, as protected ones do on JAX."""
-    return keras.backend.backend() == "jax" and guard_of(model) is not None
+    """Whether the model's steps add up half precision in float32: protected and traced ones."""
+    return guard_of(model) is not None and is_traced(model)
 
 
 class Buffer:

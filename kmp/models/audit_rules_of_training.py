@@ -7,7 +7,7 @@ import keras
 import ml_dtypes
 import numpy as np
 from keras import Model
-from keras.layers import Dense, EinsumDense, Embedding, Softmax
+from keras.layers import Embedding, Softmax
 from keras.losses import Loss
 from keras.metrics import MeanMetricWrapper, Metric
 
@@ -20,7 +20,6 @@ from kmp._keras import (
     path_of,
     symbolic_outputs,
 )
-from kmp._keras.building import can_be_called_in_a_scope
 from kmp._keras.optimizer import (
     inner_optimizer_of,
     is_loss_scale_optimizer,
@@ -28,11 +27,11 @@ from kmp._keras.optimizer import (
     optimizers_of,
     variables_by_part,
 )
-from kmp._keras.training import guard_of
+from kmp._keras.training import adds_up_in_float32, is_traced
 from kmp.half_memory import HalfMemory
 from kmp.layers import Float32OutputDense
 from kmp.models.audit_rules_of_layers import Findings, half_layers
-from kmp.models.biases import biases_stall
+from kmp.models.biases import stalls_by_its_bias
 from kmp.models.indices import whole_numbers
 from kmp.models.optimizers import scales_the_loss
 from kmp.models.output_layers import output_layers
@@ -153,38 +152,26 @@ def _share_that_stands_still(variables: list[Any], dtype: str, step: float) -> f
 
 
 def half_gradient(model: Any) -> Findings:
-    """Embeddings whose table Keras casts first in its train step on JAX; long recurrent layers.
-
-    The step calls `model.call`, which opens no scope of a policy. So the layers of the model itself
-    are called outside one, where `Layer.__call__` casts the variables of a layer even if its
-    `autocast` is false, as that of an `Embedding` is. `kmp.protect` opens one if it can.
-    """
-    optimizer: Any = getattr(model, "optimizer", None)
-    can_protect = can_be_called_in_a_scope(model) and (
-        optimizer is None or is_loss_scale_optimizer(optimizer)
-    )
-    is_protected = can_protect and guard_of(model) is not None
-    protect = "Call kmp.protect(model), as each of kmp's callbacks does in fit, or give the layer"
-    for layer in model.layers if keras.backend.backend() == "jax" and not is_protected else ():
-        dtype = layer.compute_dtype
-        if not isinstance(layer, Embedding) or not layer.trainable or dtype not in HALF_DTYPES:
-            continue
-        if layer.variable_dtype == "float32":
+    """Gradients that Keras's train step adds up in half precision; protected ones do not."""
+    protect, or_float32 = _protection(model), 'or give the layer dtype="float32"'
+    for layer in model.layers if not adds_up_in_float32(model) else ():
+        if _is_cast_first(layer):
             yield (
                 path_of(layer),
-                f"Keras's train step on JAX adds up the gradient of a word in {dtype}, where a sum "
-                f"of ones stalls at {whole_numbers(dtype)}.",
-                f'{protect if can_protect else "Give the layer"} dtype="float32".',
+                f"Keras's train step on JAX adds up the gradient of a word in "
+                f"{layer.compute_dtype}, where a sum of ones stalls at "
+                f"{whole_numbers(layer.compute_dtype)}.",
+                f"{protect}, {or_float32}.",
             )
-    biased = [layer for layer in half_layers(model) if _stalls_by_its_bias(model, layer)]
+    biased = _layers_that_stall_by_their_bias(model)
     if biased:
         first, dtype = biased[0], biased[0].compute_dtype
         others = f", as of {len(biased) - 1} more," if len(biased) > 1 else ""
         yield (
             path_of(first),
-            f"without XLA this machine adds up the gradient of its bias{others} in {dtype}, where "
-            f"a sum of ones stalls at {whole_numbers(dtype)}.",
-            "Compile with jit_compile=True, or train in float32 on this machine.",
+            f"Keras's train step adds up the gradient of its bias{others} in {dtype} on this "
+            f"machine, where a sum of ones stalls at {whole_numbers(dtype)}.",
+            f"{protect}.",
         )
     for layer in half_layers(model):
         if layer.trainable and adds_up_steps(layer, layer.compute_dtype):
@@ -197,15 +184,38 @@ def half_gradient(model: Any) -> Findings:
             )
 
 
-def _stalls_by_its_bias(model: Any, layer: Any) -> bool:
-    """Whether the gradient of a layer's bias stalls, as on CPUs, in a model compiled without XLA.
+def _protection(model: Any) -> str:
+    """What to write for steps that add up in float32."""
+    optimizer: Any = getattr(model, "optimizer", None)
+    if not is_traced(model):
+        return (
+            "Compile without run_eagerly=True and jit_compile=False, and give fit one of kmp's "
+            "callbacks"
+        )
+    if optimizer is None or is_loss_scale_optimizer(optimizer):
+        return "Give fit one of kmp's callbacks, or call kmp.protect(model)"
+    return "Give fit one of kmp's callbacks"
 
-    In graphs the bias of a convolution is added up in float32. On JAX kmp's callbacks see to it.
+
+def _is_cast_first(layer: Any) -> bool:
+    """Whether it is an embedding whose table Keras's train step on JAX casts before looking up.
+
+    The step calls `model.call`, which opens no scope of a policy. So the layers of the model itself
+    are called outside one, where `Layer.__call__` casts the variables of a layer even if its
+    `autocast` is false, as that of an `Embedding` is.
     """
-    if keras.backend.backend() != "tensorflow" or not model.compiled or model.jit_compile:
+    if keras.backend.backend() != "jax" or not isinstance(layer, Embedding) or not layer.trainable:
         return False
-    has_bias = isinstance(layer, (Dense, EinsumDense)) and layer.bias is not None
-    return has_bias and layer.trainable and biases_stall(layer.compute_dtype)
+    return layer.compute_dtype in HALF_DTYPES and layer.variable_dtype == "float32"
+
+
+def _layers_that_stall_by_their_bias(model: Any) -> list[keras.Layer]:
+    """Those whose bias has a gradient that stalls in the step, as on CPUs."""
+    has_steps = model.compiled and not adds_up_in_float32(model)
+    by_xla = keras.backend.backend() == "tensorflow" and model.jit_compile  # which adds up well
+    if not has_steps or by_xla:
+        return []
+    return [layer for layer in half_layers(model) if stalls_by_its_bias(layer)]
 
 
 def lost_on_reload(model: Any) -> Findings:

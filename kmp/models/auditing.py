@@ -68,9 +68,9 @@ def audit(model: keras.Model) -> AuditReport:
     - `"half weights"`: weights in bfloat16 that Adam does not move, or in any half precision and so
       large that the optimizer's steps are rounded away;
     - `"half gradient"`: the gradient of an `Embedding` that Keras's train step on JAX adds up in
-      half precision, unless `kmp.protect` or one of kmp's callbacks protects the model; and that of
-      a `GRU` or `LSTM` of many steps that Keras's own code for it adds up so, or of the bias of a
-      `Dense` layer on TensorFlow without XLA, where this machine does;
+      half precision, or that of the biases of a compiled model, where this machine does, unless
+      `kmp.protect` or one of kmp's callbacks protects the model; and that of a `GRU` or `LSTM` of
+      many steps that Keras's own code for it adds up so;
     - `"half statistics"`: moving averages in half precision that stall far from the true value, and
       other variables that a layer rounds when it updates them; and an average pooling of so many
       numbers that it is wrong where this machine adds them up in half precision;
