@@ -372,6 +372,16 @@ def half_gradients(model):
     return "\n".join(map(str, kmp.audit(model).of_kind("half gradient")))
 
 
+def saturate_head(model):
+    kernel, _ = model.get_layer("head").get_weights()
+    model.get_layer("head").set_weights([kernel / 100, np.array([7.5])])
+
+
+def huge_targets():
+    x, y, weights = regression()
+    return x, 1e7 * y, weights
+
+
 FREQUENT = {
     "policy": "mixed_bfloat16",
     "layers": frequent,
@@ -852,6 +862,26 @@ OF_STANDSTILL = [
         {"layers": lambda: [hidden(), head(activation="softmax")]},
         "without softmax",
         {"layers": usual},
+    ),
+    A(
+        "InsensitiveLoss",
+        "for outputs that are saturated",
+        "the bias of a last tanh is 7.5",
+        {
+            "layers": lambda: [hidden(), head(activation="tanh")],
+            "prepare": saturate_head,
+            "optimizer": "sgd",
+        },
+        "the bias is 0",
+        {"prepare": lambda model: None},
+    ),
+    A(
+        "InsensitiveLoss",
+        "targets that are far larger than the outputs: divide them by a constant",
+        "the targets are ten million times as large",
+        {"policy": "mixed_bfloat16", "data": huge_targets},
+        "as it says",
+        {"data": regression},
     ),
     A(
         "ZeroGradients",

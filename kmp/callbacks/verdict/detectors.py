@@ -27,6 +27,7 @@ from kmp.callbacks.verdict.nonfinite import (
 from kmp.callbacks.verdict.observation import Detector, Observation
 from kmp.callbacks.verdict.stalled import (
     FrozenWeights,
+    InsensitiveLoss,
     NoSteps,
     NothingToTrain,
     UnscaledLoss,
@@ -52,6 +53,7 @@ def detectors() -> list[Detector]:
         UpdateSlowdown(),
         VanishedWeights(),
         ZeroGradients(),
+        InsensitiveLoss(),
         BrokenGradients(),
         SpikeBudget(),
         HugeBatch(),

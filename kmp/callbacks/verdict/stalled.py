@@ -1,7 +1,10 @@
 """Detectors of STALLED: a run that cannot train whatever the data, and weights that stand still."""
 
+import collections
 import math
 from typing import NamedTuple
+
+import numpy as np
 
 from kmp.callbacks.verdict.loss_scale import LOCATE, OTHER_MICRO_BATCHES, loses_gradients
 from kmp.callbacks.verdict.observation import Detector, Observation, Weight, named
@@ -16,6 +19,8 @@ _NEGLIGIBLE = 1e-6  # gradients below this share of the weights are rounding err
 _CONVERGED = 0.01  # below this share of the largest gradient so far a run has arrived
 _FELT = 1e-6  # share of a weight that float32 does not round away
 _SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round away
+_INSENSITIVE = 1e-4  # share of what losses differ by: a change of one by less is none
+_RECENT_LOSSES = 128
 _PATIENCE = 20  # batches between two steps of an optimizer that does step
 
 
@@ -266,6 +271,44 @@ def _was_moved(
         return False
     # Twice, for the learning rate may have been higher.
     return abs(norm - last) > 2 * decay * (report.step - before.step) * last
+
+
+class InsensitiveLoss(Detector):
+    """STALLED: the loss hardly depends on the weights, and has not since the watch began.
+
+    If all weights change by their own size, or by 1 if that is more, the loss changes by about the
+    product of these sizes and the gradients. Where that is a ten-thousandth of what the losses of
+    batches differ by, the gradients are rounding errors, or too small to get anywhere.
+    """
+
+    def __init__(self):
+        self._losses: collections.deque[float] = collections.deque(maxlen=_RECENT_LOSSES)
+        self._largest = 0.0  # change of the loss, over all looks
+        self._looks = self._first = 0
+
+    def see(self, look: Observation) -> Verdict | None:
+        report, sizes = look.report, look.report.weight_norm
+        self._losses.extend(filter(math.isfinite, look.new_losses))
+        norms = report.column("l2_norm")
+        known = [path for path in look.weights if path in norms]
+        change = sum(norms[path] * max(sizes.get(path, 0.0), 1.0) for path in known)
+        if not math.isfinite(change) or not (sizes and self._losses):
+            return None
+        self._largest = max(self._largest, change)
+        self._looks += 1
+        self._first = self._first or report.step
+        low, high = np.quantile(self._losses, (0.25, 0.75))
+        is_long = self._looks >= _LOOKS and report.step - self._first >= _STEPS
+        if not is_long or not 0 < self._largest < _INSENSITIVE * (high - low):
+            return None
+        return Verdict(
+            "STALLED",
+            known[0],
+            f"the loss hardly depends on the weights: if all changed by their own size, it would "
+            f"change by {self._largest:.1g}, and losses of batches differ by {high - low:.1g}",
+            "Look for a softmax over a single unit, for outputs that are saturated, and for "
+            "targets that are far larger than the outputs: divide them by a constant.",
+        )
 
 
 class NothingToTrain(Detector):
