@@ -48,6 +48,7 @@ def test_three_looks_over_twenty_steps():
         ({"gradients": [SMALL, 7e-5]}, False),  # together above 1e-4
         ({"sizes": (1.0, 3.0)}, False),
         ({"sizes": (0.0, 1e-9)}, True),  # which count as 1
+        ({"sizes": (0.0, 1e-9), "gradients": [SMALL, 7e-5]}, False),
         ({"gradients": [0.0, 0.0]}, False),  # of which `ZeroGradients` speaks
         ({"losses": [2.0] * 3}, False),  # one batch again and again, perhaps
         ({"losses": [2.0] * 97 + [1e9] * 3}, False),  # a few batches are huge
