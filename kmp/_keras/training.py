@@ -40,7 +40,7 @@ def guard_of(model: Any) -> Any:
 
 
 def is_traced(model: Any) -> bool:
-    """Whether the model's steps are made programs of before they run."""
+    """Whether Keras traces the model's steps, and runs the program or graph that it has traced."""
     traced = {"jax": model.jit_compile, "tensorflow": not model.run_eagerly}
     return traced.get(keras.backend.backend(), False)
 

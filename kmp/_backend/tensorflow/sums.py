@@ -25,7 +25,6 @@ _SUMMANDS = {
     "TensorScatterAdd": (0, 2),
     "UnsortedSegmentSum": (0,),
 }
-
 # TensorFlow adds these up in float32 itself.
 _EXACT = {("BiasAddGrad", tf.float16), ("Mean", tf.bfloat16), ("Sum", tf.bfloat16)}
 
@@ -42,7 +41,7 @@ def sum_in_float32(graph: FuncGraph) -> None:
 
 
 class _Create:
-    """Makes the operations of a graph."""
+    """Creates the operations of a graph, and sums of half precision in float32."""
 
     def __init__(self, create: Any):
         self._create = create
