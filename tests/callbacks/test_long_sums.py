@@ -50,6 +50,11 @@ def table():
     return Own(look_up, (2, 4)), (ONES,)
 
 
+def activations():
+    look_up = lambda x, table: ops.take(ops.tanh(table), ops.cast(x, "int32"), axis=0)  # noqa: E731
+    return Own(look_up, (2, 4)), (ONES,)
+
+
 def table_of_columns():
     look_up = lambda x, table: ops.take(ops.transpose(table), ops.cast(x, "int32"), axis=1)  # noqa: E731
     return Own(look_up, (2, 4)), (ONES,)
@@ -77,7 +82,16 @@ def in_a_recomputed_block():
     return block, (32, 128, 1)
 
 
-MADE = [convolution, dense, gain, table, table_of_columns, heads, in_a_recomputed_block]
+MADE = [
+    convolution,
+    dense,
+    gain,
+    table,
+    activations,
+    table_of_columns,
+    heads,
+    in_a_recomputed_block,
+]
 if BACKEND == "jax":  # Keras's `scan` on TensorFlow takes nothing in half precision
     MADE.append(in_a_scan)
 
@@ -113,7 +127,7 @@ def test_all_positions_count(make, policy, jit):
     assert moved(make, policy, jit=jit)[-1] == ONES
 
 
-@pytest.mark.parametrize("make", [convolution, dense, table_of_columns])
+@pytest.mark.parametrize("make", [convolution, dense, activations, table_of_columns])
 def test_keras_still_loses_most(make):
     jit = BACKEND == "jax"
     assert moved(make, callbacks=False, jit=jit)[-1] <= ONES / 4

@@ -287,7 +287,7 @@ def test_slices_are_told_to_multiply_what_is_cast():
     assert not by_index(model) and gradient(layer, model) == NODES
 
 
-@pytest.mark.only("jax")
+@pytest.mark.only("jax", "tensorflow")
 def test_a_protected_model_adds_up_its_gradients_in_float32():
     keras.config.set_dtype_policy("mixed_bfloat16")
     model = of_two_rows(Lookup())[1]
