@@ -144,7 +144,8 @@ def test_several_steps_of_one_program(jit):
 
 @pytest.mark.only("tensorflow")
 def test_on_each_of_two_replicas():
-    import tensorflow as tf
+    from replicas import mirrored  # which needs TensorFlow
 
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    assert moved(dense, jit=False, strategy=strategy)[-1] == 2 * ONES  # each has as many positions
+    assert (
+        moved(dense, jit=False, strategy=mirrored(2))[-1] == 2 * ONES
+    )  # each has as many positions

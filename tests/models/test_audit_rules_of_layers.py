@@ -20,17 +20,17 @@ def test_half_statistics():
     assert "within 20% of them" in finding.problem and "Float32BatchNorm" in finding.advice
 
 
-# The sizes of windows that are added up wrongly on CPUs, by the backend; PyTorch uses float32.
+# The sizes of windows that are added up wrongly on all CPUs, by the backend; others are on some,
+# such as those of TensorFlow in bfloat16 on AMD's. PyTorch uses float32.
 WRONG = {
     "bfloat16": {"jax": [(16, 16), (768,), (56, 56)]},
-    "float16": {"jax": [(56, 56)], "tensorflow": [(56, 56)]},
+    "float16": {"tensorflow": [(56, 56)]},
 }
 
 
 @pytest.mark.parametrize("dtype", WRONG)
 @pytest.mark.parametrize("size", [(2, 2), (16, 16), (768,), (56, 56)])
 def test_averages_of_many_numbers(dtype, size):
-    wrong = size in WRONG[dtype].get(BACKEND, [])
     pooling = layers.AveragePooling1D if len(size) == 1 else layers.AveragePooling2D
     x = np.random.default_rng(1).uniform(1, 2, (4, *size, 16)).astype("float32")
 
@@ -46,9 +46,9 @@ def test_averages_of_many_numbers(dtype, size):
         return np.abs(np.ravel(keras.ops.convert_to_numpy(y)) / np.ravel(exact) - 1).max()
 
     model = build(f"mixed_{dtype}")
-    if (BACKEND, dtype) == ("jax", "float16"):  # which some CPUs add up in float32
-        wrong = error(model) > 0.03
-    assert (error(model) > 0.03) == wrong
+    wrong = error(model) > 0.03
+    assert wrong or size not in WRONG[dtype].get(BACKEND, [])
+    assert not (wrong and (BACKEND == "torch" or size == (2, 2)))
     findings = kmp.audit(model).of_kind("half statistics")
     assert [each.path for each in findings] == ["pool"] * wrong
     model = build("float32")
