@@ -43,15 +43,16 @@ class _Uncast(AutocastScope):
 def calls_in_a_scope(model: Any) -> contextlib.AbstractContextManager[None]:
     """Within, `model.call` runs in a scope on JAX, as it does where the model itself is called.
 
-    In a scope an `Embedding` casts no table. Keras's train step on JAX opens none, and the gradient
-    of a word would be added up in half precision there, and stall. Private: `AutocastScope`.
+    In a scope layers whose `autocast` is false, as that of an `Embedding`, cast no variables. The
+    train step of Keras on JAX opens none: there alone such a variable would be rounded to half
+    precision, and its gradient too. Private: `AutocastScope`.
     """
-    if keras.backend.backend() != "jax" or not can_be_called_in_a_scope(model):
+    if keras.backend.backend() != "jax" or not _can_be_called_in_a_scope(model):
         return contextlib.nullcontext()
     return _with_call(model, _in_a_scope)
 
 
-def can_be_called_in_a_scope(model: Any) -> bool:
+def _can_be_called_in_a_scope(model: Any) -> bool:
     """Whether all weights are float32, for those in half precision would not be cast there."""
     dtypes = {v.dtype for v in model.variables if keras.backend.is_float_dtype(v.dtype)}
     return dtypes <= {"float32"}

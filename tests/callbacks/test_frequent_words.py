@@ -115,3 +115,27 @@ def test_a_frozen_weight_in_half_precision_is_cast_as_ever(watched):
     watch = [kmp.callbacks.GradientHealth()] if watched else []
     model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0, callbacks=watch)
     assert reads.got == "float32"
+
+
+class Exact(layers.Layer):
+    """Asks that its weight is not cast."""
+
+    def __init__(self, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+
+    def build(self, shape):
+        self.number = self.add_weight(shape=(), initializer=keras.initializers.Constant(257.0))
+
+    def call(self, x):
+        return ops.cast(self.number, "float32") + 0 * ops.cast(x, "float32")
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_weight_that_is_not_to_be_cast_is_257_in_a_watched_fit(watched):
+    """In bfloat16 it is 256, as in Keras's train step on JAX, and nowhere else."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = keras.Sequential([keras.Input((1,)), Exact()])
+    model.compile(kmp.scaled("sgd", learning_rate=0.0), lambda _, y: ops.mean(y, axis=-1))
+    callbacks = [kmp.callbacks.TerminateOnNaN()] if watched else []
+    fit = model.fit(np.ones((2, 1)), np.zeros((2, 1)), verbose=0, callbacks=callbacks)
+    assert fit.history["loss"] == [257.0 if watched or BACKEND != "jax" else 256.0]
