@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Python compiles what it imports, and need not compile the rest: that is half of the time.
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile \
+  --constraint constraints.txt
 CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 PYTEST_OLDEST = $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal
@@ -66,7 +68,7 @@ test-oldest: $(VENV)-oldest/stamp
 
 $(VENV)-oldest/stamp: setup.cfg pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/pip install --quiet --disable-pip-version-check \
+	$(VENV)-oldest/bin/pip install --quiet --disable-pip-version-check --no-compile \
 	  --constraint constraints-oldest.txt --editable '.[jax,test]'
 	@touch $@
 
