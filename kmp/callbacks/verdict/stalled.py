@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kmp.callbacks.loss_tracker import RECENT
 from kmp.callbacks.verdict.loss_scale import LOCATE, OTHER_MICRO_BATCHES, loses_gradients
 from kmp.callbacks.verdict.observation import Detector, Observation, Weight, named
 from kmp.callbacks.verdict.states import Verdict
@@ -20,7 +21,6 @@ _CONVERGED = 0.01  # below this share of the largest gradient so far a run has a
 _FELT = 1e-6  # share of a weight that float32 does not round away
 _SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round away
 _INSENSITIVE = 1e-4  # share of what losses differ by: a change of one by less is none
-_RECENT_LOSSES = 128
 _PATIENCE = 20  # batches between two steps of an optimizer that does step
 
 
@@ -282,7 +282,7 @@ class InsensitiveLoss(Detector):
     """
 
     def __init__(self):
-        self._losses: collections.deque[float] = collections.deque(maxlen=_RECENT_LOSSES)
+        self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)
         self._largest = 0.0  # change of the loss, over all looks
         self._looks = self._first = 0
 
