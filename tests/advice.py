@@ -1376,6 +1376,22 @@ class Kind(layers.Layer):
         return x + ops.cast(rows, x.dtype)
 
 
+class Centred(layers.Layer):
+    """Subtracts 2,049, a number of its own that float16 has not, from numbers around it."""
+
+    def __init__(self, mends=False):
+        super().__init__(autocast=False)
+        self.mends = mends
+
+    def build(self, shape):
+        begins = keras.initializers.Constant(2049.0)
+        settings = {"autocast": False} if self.mends else {}
+        self.center = self.add_weight((), begins, trainable=False, name="center", **settings)
+
+    def call(self, x):
+        return ops.cast(x, "float32") + 2049.0 - ops.cast(self.center, "float32")
+
+
 def of_kinds(*mend, **arguments):
     return [layers.Dense(8, "relu"), Kind(*mend, **arguments), head()]
 
@@ -1730,6 +1746,15 @@ OF_AUDIT = [
         "as it says",
         lambda: converted(layers=normalized_prices, data=prices),
         float32={"layers": normalized_prices, "data": prices},
+    ),
+    A(
+        "audit: rounded variables",
+        "Write self.add_weight(..., autocast=False) for what it needs in float32.",
+        "a layer with `autocast=False` subtracts a variable of 2,049 in float32",
+        {"layers": lambda: [Centred(), hidden(), head()]},
+        "as it says",
+        {"layers": lambda: [Centred(mends=True), hidden(), head()]},
+        backends=("jax",),
     ),
     A(
         "audit: half statistics",

@@ -257,7 +257,7 @@ PRIVATE = {
         _update_model_variables_moving_average _var_key _variables
         BaseOptimizer KerasVariable _exclude_from_weight_decay _layout _parallel_update_step
         _direct_assign _dtype _exclude_from_weight_decay_pattern _fn _initialize
-        _maybe_autocast _use_weight_decay
+        _autocast _maybe_autocast _use_weight_decay
     """,
     "3.15.0": "_optimizer_map",
 }

@@ -44,6 +44,16 @@ def own_weights(layer: Layer) -> list[Any]:
     return layer._trainable_variables
 
 
+def cast_variables(layer: Layer) -> list[Any]:
+    """The variables of a layer itself that are rounded where Keras casts variables.
+
+    Private: `_trainable_variables` as above, `_non_trainable_variables` and `_autocast`, which is
+    false for those of `add_weight(..., autocast=False)`.
+    """
+    variables = layer._trainable_variables + layer._non_trainable_variables
+    return [v for v in variables if v._autocast and v.dtype == "float32"]
+
+
 def own_state(layer: Layer) -> list[Any]:
     """The variables of a layer itself that are no weights. Private: `_non_trainable_variables`.
 

@@ -23,6 +23,7 @@ AUDIT_RULES: dict[str, Callable[[Program], Findings]] = {
     "float16 on a TPU": _of_model(training.float16_on_a_tpu),
     "half weights": _of_model(training.half_weights),
     "half gradient": _of_model(training.half_gradient),
+    "rounded variables": _of_model(training.rounded_variables),
     "half statistics": layers.half_statistics,
     "half softmax": _of_model(training.half_softmax),
     "half loss": training.half_loss,

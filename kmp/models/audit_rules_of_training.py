@@ -13,6 +13,7 @@ from keras.metrics import MeanMetricWrapper, Metric
 
 from kmp._backend import backend
 from kmp._keras import (
+    cast_variables,
     compile_arguments,
     function_of,
     is_kerass_own,
@@ -155,7 +156,7 @@ def half_gradient(model: Any) -> Findings:
     """Gradients that Keras's train step adds up in half precision; protected ones do not."""
     protect, or_float32 = _protection(model), 'or give the layer dtype="float32"'
     for layer in model.layers if not adds_up_in_float32(model) else ():
-        if _is_cast_first(layer):
+        if isinstance(layer, Embedding) and layer.trainable and _is_cast_first(layer):
             yield (
                 path_of(layer),
                 f"Keras's train step on JAX adds up the gradient of a word in "
@@ -184,6 +185,19 @@ def half_gradient(model: Any) -> Findings:
             )
 
 
+def rounded_variables(model: Any) -> Findings:
+    """Variables that a layer wants as they are, and that Keras rounds all the same on JAX."""
+    for layer in model.layers:
+        if not isinstance(layer, Embedding) and _is_cast_first(layer):  # which returns it in half
+            names = ", ".join(v.name for v in cast_variables(layer))
+            yield (
+                path_of(layer),
+                f"Keras's fit, evaluate and predict on JAX hand it {names} in "
+                f"{layer.compute_dtype}, although its autocast is false.",
+                "Write self.add_weight(..., autocast=False) for what it needs in float32.",
+            )
+
+
 def _protection(model: Any) -> str:
     """What to write for steps that add up in float32."""
     optimizer: Any = getattr(model, "optimizer", None)
@@ -198,15 +212,13 @@ def _protection(model: Any) -> str:
 
 
 def _is_cast_first(layer: Any) -> bool:
-    """Whether it is an embedding whose table Keras's train step on JAX casts before looking up.
+    """Whether Keras casts its variables on JAX although its `autocast` is false, as an embedding's.
 
-    The step calls `model.call`, which opens no scope of a policy. So the layers of the model itself
-    are called outside one, where `Layer.__call__` casts the variables of a layer even if its
-    `autocast` is false, as that of an `Embedding` is.
+    `fit`, `evaluate` and `predict` call `model.call`, which opens no scope of a policy. So the
+    layers of the model itself are called outside one, where `Layer.__call__` casts those of all.
     """
-    if keras.backend.backend() != "jax" or not isinstance(layer, Embedding) or not layer.trainable:
-        return False
-    return layer.compute_dtype in HALF_DTYPES and layer.variable_dtype == "float32"
+    is_jax, casts = keras.backend.backend() == "jax", layer.compute_dtype in HALF_DTYPES
+    return is_jax and casts and not layer.autocast and bool(cast_variables(layer))
 
 
 def _layers_that_stall_by_their_bias(model: Any) -> list[keras.Layer]:

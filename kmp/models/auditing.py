@@ -71,6 +71,8 @@ def audit(model: keras.Model) -> AuditReport:
       half precision, or that of the biases of a compiled model, where this machine does, unless
       `kmp.protect` or one of kmp's callbacks protects the model; and that of a `GRU` or `LSTM` of
       many steps that Keras's own code for it adds up so;
+    - `"rounded variables"`: those of a layer with `autocast=False`, which Keras rounds on JAX
+      all the same;
     - `"half statistics"`: moving averages in half precision that stall far from the true value, and
       other variables that a layer rounds when it updates them; and an average pooling of so many
       numbers that it is wrong where this machine adds them up in half precision;

@@ -383,3 +383,34 @@ def test_it_is_none_in_a_protected_model_where_other_weights_are_in_half_precisi
     assert len(kmp.audit(model).of_kind("half gradient")) == 1
     with kmp.protect(model):
         assert not kmp.audit(model).of_kind("half gradient")
+
+
+class Position(layers.Layer):
+    """Adds a number that bfloat16 has not; `where` says whether the layer or its variable tells."""
+
+    def __init__(self, where):
+        super().__init__(autocast=where != "layer")
+        self.of_variable = where != "variable"
+
+    def build(self, shape):
+        begins = keras.initializers.Constant(257.0)
+        self.offset = self.add_weight((), begins, autocast=self.of_variable, name="offset")
+
+    def call(self, x):
+        return keras.ops.cast(x, "float32") + keras.ops.cast(self.offset, "float32")
+
+
+@pytest.mark.parametrize("where", ["layer", "variable"])
+def test_variables_that_keras_rounds_although_the_layer_forbids_it(where):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = keras.Sequential([keras.Input((1,)), Position(where), layers.Flatten(dtype="float32")])
+    x = np.zeros((2, 1))
+    assert keras.ops.convert_to_numpy(model(x)).tolist() == [[257.0]] * 2
+    found = kmp.audit(model).of_kind("rounded variables")
+    is_rounded = BACKEND == "jax" and where == "layer"
+    assert len(found) == is_rounded
+    assert model.predict(x, verbose=0).tolist() == [[256.0 if is_rounded else 257.0]] * 2
+    if found:
+        assert "offset in bfloat16" in found[0].problem
+        keras.config.set_dtype_policy("float32")
+        assert not kmp.audit(keras.Sequential([keras.Input((1,)), Position(where)]))
