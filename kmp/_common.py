@@ -45,7 +45,7 @@ def is_number(value: Any) -> bool:
 
 
 def number(name: str, value: Any, owner: str) -> float:
-    """Return `value` as a float, or say which argument of `owner` is no number."""
+    """Return `value` as a float, or say which argument of `owner` is not a number."""
     if not is_number(value):
         raise ValueError(
             f"`{name}` of {owner} must be a number. Received: {name}={value!r} (of type "
@@ -78,7 +78,7 @@ def whole_number(name: str, value: Any, owner: str) -> int:
 
 
 def check_factors(owner: str, growth_factor: float, backoff_factor: float) -> None:
-    """Raise ValueError unless the scale grows when it grows, and sinks when it backs off."""
+    """Raise ValueError unless growth makes the scale larger, and backing off makes it smaller."""
     for name, value, fits, wanted, instead in (
         ("growth_factor", growth_factor, 1 < growth_factor < math.inf, "above 1", "2.0"),
         ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "between 0 and 1", "0.5"),
@@ -120,7 +120,7 @@ def checked_choice(name: str, value: str, choices: Sequence[str]) -> str:
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Align the columns of rows of equal length, the header first.
 
-    The first `left` columns are text, to the left; the others are numbers, to the right.
+    The first `left` columns are text and aligned left; the others are numbers and aligned right.
     """
     # `rich.table` takes 0.7 ms a row, and a run prints many reports.
     aligned = []

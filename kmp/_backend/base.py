@@ -251,10 +251,10 @@ class Backend(abc.ABC):
         return tensors
 
     def once_decided(self, x: Tensor) -> Tensor:
-        """Return a tensor from which nothing is computed before it is known if the step applies.
+        """Return `x`; nothing is computed from it before it is known whether the step applies.
 
-        XLA's compiler for TPUs would compute it before the forward pass, and keep it until the
-        update.
+        XLA's compiler for TPUs would otherwise compute that before the forward pass, and keep it
+        until the update.
         """
         return x
 
@@ -338,7 +338,7 @@ class Backend(abc.ABC):
         return then() if bool(pred) else otherwise
 
     def block_sizes(self) -> tuple[int, int] | None:
-        """Return how many numbers are best updated at once, and up to how many weights are joined.
+        """Return how many numbers are best updated at once, and how many a joined weight may have.
 
         Returns:
             None where XLA compiles updates.
@@ -352,8 +352,8 @@ class Backend(abc.ABC):
 
         Args:
             function: returns what becomes of its last inputs.
-            inputs: of one call. Vectors may have any other length above 1 in the next, all the
-                same; the other shapes stay.
+            inputs: of one call. In the next call vectors may have any other length above 1, the
+                same for all; the other shapes stay.
 
         Returns:
             The program, which may write into its last inputs, and return those; None if the
@@ -362,7 +362,7 @@ class Backend(abc.ABC):
         return None
 
     def are_in_place(self, variables: Sequence[Variable]) -> bool:
-        """Tell whether rows of variables can be written: the functions below are for such."""
+        """Tell whether rows of variables can be written, as the two functions below need."""
         return False
 
     def read_rows(self, parts: Sequence[tuple[Any, slice]]) -> Tensor:
@@ -462,7 +462,7 @@ class Backend(abc.ABC):
         Args:
             forward: takes the inputs; returns a tuple of tensors.
             backward: takes the inputs, the tensors of `forward` without the first, and the
-                gradients of all of these tensors. Returns the gradient of each input, or None.
+                gradients of all tensors of `forward`. Returns the gradient of each input, or None.
             inputs: tensors; they stay in memory until the backward pass, as do the tensors of
                 `forward` but for the first.
 
@@ -486,8 +486,8 @@ class Backend(abc.ABC):
                 variables and other tensors. Where the backward pass is a program of its own, it is
                 called once more there, and must do the same.
             inputs: tensors; they stay in memory until the backward pass.
-            weights: returns the values of trainable variables that it reads. They are handed to it
-                where it could otherwise read what has been assigned since.
+            weights: returns the values of the trainable variables that `function` reads. They are
+                handed to it where its second run could read values that were assigned since.
             policy: what `recompute_policy` returned; None: nothing inside is kept.
 
         Returns:
@@ -514,7 +514,7 @@ class Backend(abc.ABC):
         return function
 
     def in_place_of(self, x: Tensor, value: Tensor) -> Tensor:
-        """Return `value`, whose gradient is taken for that of `x`, a tensor of the same shape."""
+        """Return `value`; its gradient counts as that of `x`, a tensor of the same shape."""
 
         def to_x(inputs: Any, outputs: Any, gradients: Sequence[Tensor]) -> Sequence[Any]:
             return gradients[0], None

@@ -17,8 +17,8 @@ class KeptVariables:
     """The values of variables, to go back to.
 
     A value is copied on its device, for each replica that has its own, or to the host. Private:
-    `keras.Variable._value`, because `value` would initialize a variable that is not yet, and
-    `keras.Variable._direct_assign`, through which every assignment passes.
+    `keras.Variable._value`, because `value` would initialize a variable that is not initialized
+    yet, and `keras.Variable._direct_assign`, through which every assignment passes.
 
     Args:
         variables: an iterable of `keras.Variable`; each is kept once.

@@ -67,11 +67,11 @@ class ByIndex(NamedTuple):
     """How numbers that have the same index are added up, one after the other.
 
     Attributes:
-        indices: the shape of the indices, any of which may be the same: without the axes along
-            which each sample has its own.
+        indices: the shape of the indices, without the axes along which each sample has its own.
+            Any of these indices may be the same.
         dtype: what the sum is rounded to.
-        is_cast_back_first: whether it is a gradient that goes back through a cast as slices, which
-            are added up after.
+        is_cast_back_first: whether it is a gradient whose slices go back through a cast before they
+            are added up.
     """
 
     indices: tuple[int | None, ...]

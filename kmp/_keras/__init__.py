@@ -63,7 +63,7 @@ def own_state(layer: Layer) -> list[Any]:
 
 
 def is_inner_layer(thing: Any) -> bool:
-    """Whether it is a layer and no model: neither an operation of a Functional model."""
+    """Whether it is a layer, and neither a model nor an operation of a Functional model."""
     return isinstance(thing, Layer) and not isinstance(thing, Model)
 
 
@@ -287,7 +287,7 @@ def check_model(model: Any, owner: str) -> None:
         owner: name of the function that the user called.
 
     Raises:
-        TypeError: if `model` is no Keras model.
+        TypeError: if `model` is not a Keras model.
         ValueError: if it, or one of its layers, is not built.
     """
     if not isinstance(model, Model):

@@ -145,7 +145,7 @@ def _cut(graph: Any, most: int | None = None) -> list[Segment]:
 
 
 def _largest_graph(model: Model) -> Any:
-    """The graph in a model that calls most, a model in it being one; None if there is none."""
+    """The graph, of a model or of a model inside it, that calls most; None if there is none."""
     return max(_graphs_of(model), key=lambda graph: len(nodes_of(graph)), default=None)
 
 

@@ -43,9 +43,9 @@ class _Uncast(AutocastScope):
 def calls_in_a_scope(model: Any) -> contextlib.AbstractContextManager[None]:
     """Within, `model.call` runs in a scope on JAX, as it does where the model itself is called.
 
-    In a scope layers whose `autocast` is false, as that of an `Embedding`, cast no variables. The
-    train step of Keras on JAX opens none: there alone such a variable would be rounded to half
-    precision, and its gradient too. Private: `AutocastScope`.
+    In a scope, layers whose `autocast` is false, such as an `Embedding`, do not cast variables. The
+    train step of Keras on JAX opens no scope, and only there would such a variable be rounded to
+    half precision, and its gradient too. Private: `AutocastScope`.
     """
     if keras.backend.backend() != "jax" or not _can_be_called_in_a_scope(model):
         return contextlib.nullcontext()

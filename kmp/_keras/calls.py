@@ -123,7 +123,7 @@ class Recorder:
 
     @property
     def innermost(self) -> Call | None:
-        """The call under way that has called none that is.
+        """The innermost call that is under way.
 
         None outside of calls, and in other threads, which call models of their own.
         """
@@ -166,9 +166,10 @@ class Recorder:
 
 
 class SymbolicRecorder(Recorder):
-    """Records symbolic calls, also of preprocessing layers that compute with numbers only.
+    """Records symbolic calls, also of preprocessing layers that can only compute with numbers.
 
-    On JAX and PyTorch, TensorFlow hashes and looks up. Such a layer returns zeros instead.
+    On JAX and PyTorch, layers that hash or look up do so in TensorFlow. Such a layer returns zeros
+    instead.
     """
 
     def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:

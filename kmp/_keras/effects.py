@@ -30,7 +30,7 @@ class Effect(NamedTuple):
 
 @contextlib.contextmanager
 def _watched(watch_read: Callable, watch_assign: Callable, watch_loss: Callable) -> Iterator[None]:
-    """Within, each read of a variable, assignment and `add_loss` is told.
+    """Within, each read of a variable, each assignment and each `add_loss` is reported.
 
     Private: `KerasVariable._maybe_autocast`, through which Keras hands out what a variable holds,
     and `_dtype`; `dtype` is that of what it hands out.

@@ -182,8 +182,8 @@ def variables_by_part(
 ) -> list[tuple[Any, list[Variable]]]:
     """Each optimizer that updates some of these variables, and which.
 
-    Before a `keras.optimizers.MultiOptimizer` is built, `_optimizer_map` says which, which may make
-    an optimizer for each variable: those that are set alike count as one.
+    Before a `keras.optimizers.MultiOptimizer` is built, `_optimizer_map` says which optimizer takes
+    which variable. It may make one for each variable: those with the same settings count as one.
     """
     inner = inner_optimizer_of(optimizer)
     if not is_several(inner):
@@ -271,8 +271,8 @@ def portable_config(optimizer: Any) -> dict[str, Any]:
 def replace_learning_rate(optimizer: Any, rate: Any) -> Any:
     """`_learning_rate`: set the variable or schedule of the rate, and return the one before.
 
-    Keras's setter takes a schedule's place for none but another schedule, and would forget the
-    variable of a plain number; `setattr` would list that variable twice.
+    Keras's setter replaces a schedule only by another schedule, and would forget the variable of a
+    plain number; `setattr` would list that variable twice.
     """
     before = vars(optimizer)["_learning_rate"]
     vars(optimizer)["_learning_rate"] = rate

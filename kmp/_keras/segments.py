@@ -70,7 +70,7 @@ class Segment:
 
         Args:
             tensors: the values of `inputs`.
-            wrap: makes the function that is called of an operation.
+            wrap: takes an operation, and returns the function to call in its place.
 
         Returns:
             The values of `outputs`.

@@ -87,7 +87,7 @@ class Buffer:
 def _is_state(tensor: Any) -> bool:
     """Whether a buffer can be written, and is of a dtype that Keras knows.
 
-    An expanded mask cannot, nor what was made in PyTorch's inference mode.
+    An expanded mask cannot be written, nor can a tensor that PyTorch's inference mode made.
     """
     try:
         keras.backend.standardize_dtype(tensor.dtype)
@@ -193,7 +193,7 @@ def check_compiled(model: Any, owner: str) -> None:
     """Check that `owner` was given a compiled model.
 
     Raises:
-        TypeError: if `model` is no Keras model.
+        TypeError: if `model` is not a Keras model.
         ValueError: if it is not compiled.
     """
     if not isinstance(model, Model):

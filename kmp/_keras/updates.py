@@ -209,7 +209,7 @@ def finish_on_views(optimizer: Any, views: Sequence[Any]) -> None:
 
     Args:
         optimizer: a built Keras optimizer.
-        views: of its variables, or a variable that has none.
+        views: the view of each of its variables; the variable itself if it has no view.
     """
     pairs = [(v.variable, v) for v in views if hasattr(v, "variable")]
     constrained = [pair for pair in pairs if getattr(pair[0], "constraint", None) is not None]
@@ -298,9 +298,9 @@ def row_of(optimizer: Any, variable: Any) -> int:
 def decay_weights(optimizer: Any, variable: Any) -> None:
     """`_apply_weight_decay` of one variable.
 
-    That of Keras's classes for TensorFlow and PyTorch reads `variable.value` and changes it in
-    place. The base class's, which they override, assigns. Muon's own asks for the path, which a
-    variable of TensorFlow's has not.
+    Keras's classes for TensorFlow and PyTorch read `variable.value` and change it in place. The
+    base class, whose method they override, assigns. Muon's own method asks for the path, which
+    TensorFlow's variables do not have.
     """
     own = type(optimizer)._apply_weight_decay
     if own is Optimizer._apply_weight_decay:

@@ -39,13 +39,13 @@ class Alarms:
         self._of_statistics(report)
         self._of_spikes(look, [e for e in report.spikes if e.step > self._step])
         self._step = report.step
-        if new:  # of a loss that is not finite the verdict tells more
+        if new:  # if a loss is not finite, the verdict says more about it
             self._overflow(report, look.in_float16)
         norms, zeros = report.column("l2_norm"), report.column("zero_share")
         # A variable without a gradient has a row of zeros: not even its zeros are counted.
         known = set(look.significant)
-        # If all are zero the loss is flat there, as a hinge is, or weights of samples are zero. On
-        # JAX what is connected to nothing has zeros as well.
+        # If all gradients are zero, the loss is flat there, as a hinge loss can be, or the sample
+        # weights are zero. On JAX a variable that the loss does not depend on has zeros as well.
         vague = not report.grad_norm
         measured = {
             path: norm

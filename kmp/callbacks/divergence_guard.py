@@ -16,8 +16,8 @@ from kmp.callbacks.spike_detector import SpikeDetector, SpikeState
 from kmp.callbacks.watcher import Cadence, Watcher
 
 _ACTIONS = ("warn", "stop", "rollback")
-# So many losses in a row that are not finite make a reading that is none, although the optimizer
-# skips the steps: the weights are finite and so far off that nothing else will come of them.
+# After this many losses in a row that are not finite the reading is NaN, although the optimizer
+# skips the steps: the weights are finite, but so far off that no other losses will come of them.
 _DEAD_LOSSES = 10  # not finite, in a row
 _DEAD_STEPS = 30  # skipped in a row, the last of them at a loss scale that cannot fall any further
 
@@ -37,9 +37,9 @@ class DivergenceGuard(Watcher):
     ```
     "warn"      a warning, once for each spike
     "stop"      a warning, and training stops
-    "rollback"  weights, all other state of the layers and the optimizer's go back to a snapshot;
-                the learning rate times lr_factor, the loss scale what it was then times the rule's
-                backoff_factor; after max_rollbacks as "warn"
+    "rollback"  the weights, all other state of the layers and the optimizer's state go back to a
+                snapshot; the learning rate is multiplied by lr_factor, and the loss scale becomes
+                that of the snapshot times the rule's backoff_factor; after max_rollbacks as "warn"
     ```
 
     After a rollback `fit` goes on with the next batch, so the bad batches do not come back. A
@@ -57,9 +57,10 @@ class DivergenceGuard(Watcher):
         update_freq: int >= 1, training steps between two looks, whatever `steps_per_execution` is.
             Of more than 128 the last 128 are read.
         detector: `kmp.callbacks.SpikeDetector`, what counts as a spike.
-        snapshot_freq: int >= 1, training steps between two snapshots, of which a rollback may lose
-            as many. Each moves all weights and the optimizer's state to the host, which keeps two.
-        lr_factor: float in (0, 1], what a rollback multiplies the learning rate with.
+        snapshot_freq: int >= 1, training steps between two snapshots; a rollback may lose as many
+            steps. A snapshot copies all weights and the optimizer's state to the host, which keeps
+            two of them.
+        lr_factor: float in (0, 1], what a rollback multiplies the learning rate by.
         max_rollbacks: int >= 1, rollbacks in one `fit`.
 
     Attributes:

@@ -44,15 +44,15 @@ class GradientHealth(Watcher):
     headroom_bits    how often the scale could double before that gradient leaves float16
     degraded_share   share of its non-zero values that have fewer bits in float16, at that scale
     lost_share       share of them that would be zero in float16
-    update_ratio     log10 of update norm over weight norm, median of the variables; healthy near -3
+    update_ratio     log10 of update norm over weight norm, median of the matrices; healthy near -3
     ```
 
     With `spikes=` there are two more: `skipped_spikes`, the steps among the skipped ones that were
     left out as spikes, and `spike_score`, their share of all steps so far.
 
-    While `fit` runs the model is protected, as `kmp.protect` does: `loss` and metrics leave out
-    what is not finite, and a skipped step leaves the state of all layers alone.
-    When `fit` ends, the model and the optimizer are as they were.
+    While `fit` runs, the model is protected as by `kmp.protect`: `loss` and metrics leave out what
+    is not finite, and a skipped step leaves the state of all layers alone. When `fit` ends, what
+    the callback has changed on the model and the optimizer is undone.
 
     Args:
         log_dir: directory for TensorBoard's event files; None writes none. Needs no TensorFlow.
@@ -65,7 +65,8 @@ class GradientHealth(Watcher):
         on_report: function that is called with a flat dict at each look, for other trackers. The
             keys are those of the table, `step`, `consecutive_skips`, `grad_max_abs`, and for each
             variable `variable_grad_norm/<path>`, `variable_overflow_steps/<path>` and
-            `variable_update_ratio/<path>`; what was not measured is left out. The values are
+            `variable_update_ratio/<path>`, with `spikes` also `skipped_spikes` and `spike_score`;
+            what was not measured is left out. The values are
             Python's own numbers, `verdict` too, which prints as its name.
         verbose: 1 prints the verdict at the end of an epoch if it has changed; 0 prints nothing.
             Warnings are given with both.
@@ -88,9 +89,10 @@ class GradientHealth(Watcher):
         ValueError: if an argument is out of range, and in `fit` if the optimizer is not kmp's.
 
     Warns:
-        kmp.PrecisionWarning: once for each kind, with counts and paths: a verdict but HEALTHY and
-            CALIBRATING, an overflow, a spike, more than 1% of an epoch's steps skipped, a vanishing
-            gradient, an exploding one; and float16 layers without loss scaling.
+        kmp.PrecisionWarning: once for each kind, with counts and paths: a verdict other than
+            HEALTHY and CALIBRATING, an overflow, a spike, overflows in more than
+            `limits.max_overflow_rate` (1%) of an epoch's steps, a vanishing gradient, an exploding
+            one; and float16 layers without loss scaling.
 
     Example:
 
@@ -263,8 +265,8 @@ class GradientHealth(Watcher):
         return report
 
     def _since_calibration(self) -> GradientReport | None:
-        """From where an epoch's skipped steps count: its start, or the first look after step 100,
-        before which overflows find the loss scale."""
+        """Return the report from which an epoch's skipped steps are counted: that of the epoch's
+        start, or of the first look after step 100. Before that, overflows find the loss scale."""
         start = self._epoch_start
         return start if start and start.step >= FIRST_STEPS else self._calibrated
 

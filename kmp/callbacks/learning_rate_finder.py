@@ -18,18 +18,19 @@ from kmp.callbacks.progress import read_progress, warn_of_unseen_loss
 from kmp.callbacks.protection import UNCACHED, Hold, build_optimizer, protect_fit, release
 from kmp.summaries import SummaryWriter, check_can_write
 
-# So many losses in a row that are not finite, or steps in a row that were skipped although the loss
-# scale cannot fall any further, and nothing will come of them.
+# After this many losses in a row that are not finite, or steps in a row that were skipped although
+# the loss scale cannot fall any further, the sweep ends: nothing will come of it.
 _DEAD = 10
 
 
 class LearningRateFinder(keras.callbacks.Callback):
     """Sweeps the learning rate in one short run, suggests one, and puts the model back.
 
-    The range test: from `min_lr` to `max_lr` the learning rate grows by the same factor in each
-    step, and with each goes the loss that the step saw. The suggestion is where the loss, averaged
-    with its neighbours on both sides, falls fastest. The sweep ends early once the loss has
-    diverged: 4 times the best average of the past, or not finite.
+    This is the range test: the learning rate grows from `min_lr` to `max_lr` by the same factor in
+    each step, and the loss of each step is recorded with it. The suggestion is the learning rate at
+    which the loss, averaged with its neighbours on both sides, falls fastest. The sweep ends early
+    once the loss has diverged: its average over the past is 4 times the best one so far, or the
+    loss is not finite.
 
     ```
     finder = kmp.callbacks.LearningRateFinder()
@@ -37,12 +38,12 @@ class LearningRateFinder(keras.callbacks.Callback):
     model.optimizer.learning_rate = rate                  # or the top of a schedule
     ```
 
-    It is a callback of `fit` too, for which `epochs` must be enough for `steps`. Weights, the
-    layers' statistics and seeds, the optimizer with its loss scale and its counters, metrics and
-    the random states go back to what they were when `fit` ends; where an exception leaves `fit`,
-    call `restore()`, as `find` does by itself. The sweep takes the place of a learning-rate
-    schedule as well, and works under any `steps_per_execution`. A step that was skipped is no
-    point: the sweep waits for it.
+    It is also a callback of `fit`, which then needs enough `epochs` for `steps`. When `fit` ends,
+    all of this goes back to what it was before: weights, the layers' statistics and seeds, the
+    optimizer with its loss scale and its counters, metrics and the random states. If an exception
+    leaves `fit`, call `restore()`; `find` does so by itself. The sweep replaces a learning-rate
+    schedule as well, and works under any `steps_per_execution`. A skipped step does not give a
+    point: the sweep waits for the next step that is applied.
 
     Args:
         min_lr: float > 0, where the sweep begins.
@@ -80,11 +81,11 @@ class LearningRateFinder(keras.callbacks.Callback):
     >>> int(model.optimizer.steps)
     0
 
-    Source: the test is Smith 2015, *Cyclical Learning Rates for Training Neural Networks*; growing
-    by a factor, 4 times as the end and the steepest point as the choice are fastai's. Averaging on
-    both sides, and suggesting nothing where the fall is below the noise, are kmp's: of 2,000 curves
-    of 100 points that were noise alone 0.7% (normal, standard deviation 20% of the loss) to 1.2%
-    (Student's t(4) in the exponent, 30%) led to a suggestion.
+    Source: the test is from Smith 2015, *Cyclical Learning Rates for Training Neural Networks*.
+    Growing by a factor, ending at 4 times the best and choosing the steepest point are fastai's.
+    Averaging on both sides, and suggesting nothing where the fall is below the noise, are kmp's: of
+    2,000 curves of 100 points each that held nothing but noise, 0.7% (normal, standard deviation
+    20% of the loss) to 1.2% (Student's t(4) in the exponent, 30%) led to a suggestion.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class LearningRateFinder(keras.callbacks.Callback):
         Args:
             model: `keras.Model`, compiled.
             x, y: the training data, as `fit` takes them.
-            **fit_arguments: more that `fit` takes, such as `batch_size`; as many epochs as it needs
-                come by themselves, and `verbose=0`.
+            **fit_arguments: other arguments of `fit`, such as `batch_size`. By default there are as
+                many epochs as the sweep needs, and `verbose=0`.
 
         Returns:
             The suggested learning rate, or None.

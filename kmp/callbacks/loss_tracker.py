@@ -13,7 +13,7 @@ from kmp._backend.types import Variable
 from kmp._keras.training import loss_tracker
 from kmp.health.report import transfer
 
-RECENT = 128  # losses that stay readable: far more than between two looks at the usual cadence
+RECENT = 128  # losses that stay readable: more than there are between two looks by default
 
 
 class LossTracker(keras.metrics.Metric):
@@ -90,7 +90,7 @@ class LossTracker(keras.metrics.Metric):
 
     @property
     def of_applied_steps(self) -> list[Variable]:
-        """What a skipped step takes back; `mean` aside, the others count what there was."""
+        """The variables that a skipped step undoes; the others, `mean` aside, count every step."""
         return [self.recent, self.counted_steps]
 
 

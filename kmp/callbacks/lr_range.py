@@ -45,7 +45,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
 
 def steepest(learning_rates: Sequence[float], losses: Sequence[float]) -> int | None:
-    """The point before the best one at which the smoothed loss falls fastest.
+    """Find the point, no later than the best one, at which the smoothed loss falls fastest.
 
     Args:
         learning_rates: increasing.

@@ -25,7 +25,7 @@ class Progress(NamedTuple):
         applied_steps: those that were not skipped, micro-steps of an accumulation included.
         seen_steps, counted_steps, nonfinite_losses, recent: see `LossTracker`.
         skipped_steps: steps skipped since training began; None if the optimizer does not say.
-        consecutive_skips: skipped steps in a row up to now; 0 if the optimizer does not say.
+        consecutive_skips: overflows in a row up to now; 0 if the optimizer does not say.
         hopeless_skips: the same if the loss scale cannot fall any further, else 0.
         nonfinite: indices of the weights asked for that are not finite.
     """

@@ -51,9 +51,9 @@ def protect(model: Any) -> "Protection":
     is applied, but would multiply a moving variance by more than the rule's factor: after the first
     100 steps, and within a budget of the rule's size.
 
-    On JAX a compiled step also adds up in float32 what it adds up in half precision: the gradients
-    of biases, of an `Embedding` and of what else is looked up. XLA rounds such sums on CPUs after
-    each number, where a sum of ones stalls.
+    On JAX a compiled step also uses float32 for sums that it would otherwise take in half
+    precision: in the gradients of biases, of an `Embedding` and of whatever else is looked up. On
+    CPUs XLA rounds such a sum after each number, so that a sum of ones stalls.
 
     The seeds of dropout and augmentation go on: the next step draws other numbers. A batch whose
     mask made it overflow would otherwise do so for ever. A copy of the model is not protected.
@@ -69,7 +69,7 @@ def protect(model: Any) -> "Protection":
         A handle: `remove()` ends the protection, and so does leaving its `with` block.
 
     Raises:
-        TypeError: if `model` is no Keras model.
+        TypeError: if `model` is not a Keras model.
         ValueError: if it is not compiled with an optimizer that skips steps.
 
     Example:
@@ -124,10 +124,10 @@ class Hold:
 
     Attributes:
         owner: who asks; a hold takes the place of an earlier one of the same owner.
-        compiled_with: what the train function is compiled with beside the protection, since another
-            `fit` may do without; None if nothing.
-        undo: called when the hold ends, however it does.
-        on_error: called first if it ends since a training step raised.
+        compiled_with: names what else the train function is compiled with, apart from the
+            protection, because another `fit` may not need it; None for nothing.
+        undo: called when the hold ends, for whatever reason.
+        on_error: called before `undo` if the hold ends because a training step raised.
     """
 
     owner: Hashable
@@ -205,7 +205,7 @@ class _Guard(Guard):
         return is_new
 
     def release(self, owner: Hashable, raised: bool = False) -> None:
-        """End a hold, and all of it with the last one."""
+        """End a hold; with the last one, put the model's own attributes back."""
         hold = self._holds.pop(owner, None)
         if not self._holds:
             self._step_back()
@@ -217,7 +217,7 @@ class _Guard(Guard):
 
     def abandon(self, raised: bool = True) -> None:
         """End the holds of a `fit` that an exception has left."""
-        for owner in [x for x in reversed(self._holds) if x != _USER]:  # the first made began it
+        for owner in [x for x in reversed(self._holds) if x != _USER]:  # the oldest hold ends last
             self.release(owner, raised)
 
     def make_train_function(self, force: bool = False) -> None:
@@ -254,7 +254,7 @@ class _Guard(Guard):
         self._train_step = model.train_step
 
     def _choose(self) -> None:
-        """Put the train function in place that was compiled for the present holds, or make it."""
+        """Put in place the train function compiled for the present holds, or make it."""
         model, functions = self._model, self._functions
         assert functions is not None
         compiled_with = frozenset(x.compiled_with for x in self._holds.values()) - {None}
@@ -302,8 +302,9 @@ def _ended_by_errors(model: Any, function: Callable[..., Any]) -> Callable[..., 
 
 
 def _end_holds(model: Any) -> None:
-    # JAX may have lost the state of a step that raised. Keras says so then, and the next `fit`
-    # ends the holds. So it does where an assignment would wait for processes that have not raised.
+    # JAX may have lost the state of a step that raised. Then Keras raises here, and the next `fit`
+    # ends the holds. It also ends them where an assignment would wait for processes that have not
+    # raised.
     if backend.assigns_together(model):
         return
     with contextlib.suppress(Exception):

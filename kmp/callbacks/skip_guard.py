@@ -29,7 +29,8 @@ class _Kept(NamedTuple):
         counter: int[] or float[], what tells a skipped step; see `_skip_counter`.
         nonfinite_losses: int32[], the tracker's.
         spikes: int32[], steps left out as spikes, if the optimizer leaves out any.
-        norms: the batch normalizations, whose statistics are held then.
+        norms: the batch normalizations, whose statistics are held if the optimizer leaves out
+            spikes.
         scale: the state of the loss scale, if the optimizer must be told of the loss.
     """
 
@@ -47,7 +48,7 @@ class _Kept(NamedTuple):
 def protected_step(
     model: Any, train_step: Callable[..., Any], tracker: LossTracker
 ) -> Callable[..., Any]:
-    """Wrap a model's train step: if its optimizer skips it, it leaves nothing behind.
+    """Wrap a model's train step so that a step that the optimizer skips leaves nothing behind.
 
     Args:
         model: `keras.Model`, compiled.
@@ -125,7 +126,8 @@ def _tracked_step(
 def _scale_before(model: Any) -> Any:
     """The state of the loss scale, if the optimizer must be told of the loss after the step.
 
-    Among several processes it knows only the loss of its own, and the tracker that of all.
+    Among several processes the optimizer knows only the loss of its own process; the tracker knows
+    that of all.
     """
     knows_loss = backend.SEES_LOSS and not backend.trains_together(model)
     if knows_loss or not _is_kmps(model.optimizer):
@@ -142,12 +144,12 @@ def _is_lost(optimizer: Any, kept: _Kept, nonfinite: Tensor) -> Tensor:
 
 
 def _restore_averages(kept: _Kept, applied: Tensor, lost_step: Tensor) -> None:
-    """Give the averages their old values back that a skipped step has made inf or NaN.
+    """Restore the old values of the averages that a skipped step has made inf or NaN.
 
     Args:
         kept: what was known before the step.
         applied: bool[], whether the step was applied.
-        lost_step: bool[], whether it counts in none of them, if it was not.
+        lost_step: bool[], whether the step, if it was skipped, counts in none of the averages.
     """
     for average, sums in zip(kept.averages, kept.sums, strict=True):
         lost = ops.logical_or(lost_step, _became_nonfinite(average, sums))
@@ -156,7 +158,11 @@ def _restore_averages(kept: _Kept, applied: Tensor, lost_step: Tensor) -> None:
 
 
 def _skip_counter(optimizer: Any) -> Variable:
-    """What a skipped step increments; with Keras's own optimizer, the scale, which it halves."""
+    """The variable that shows a skipped step.
+
+    It is the counter that such a step increments; with Keras's own optimizer it is the scale, which
+    such a step halves.
+    """
     return optimizer.skipped_steps if _is_kmps(optimizer) else optimizer.dynamic_scale
 
 
@@ -169,8 +175,8 @@ def _spike_counter(optimizer: Any) -> list[Variable]:
 def _was_skipped(optimizer: Any, before: Tensor) -> Tensor:
     """bool[]: whether the step was skipped.
 
-    An optimizer that never steps skips nothing. A GAN has one: that which `compile` makes by
-    default, and which Keras wraps in mixed float16.
+    An optimizer that never steps skips nothing. A GAN has such an optimizer: the one that `compile`
+    makes by default, and that Keras wraps in mixed float16.
     """
     now = _skip_counter(optimizer).value
     if _is_kmps(optimizer):
@@ -184,7 +190,7 @@ def _is_kmps(optimizer: Any) -> bool:
 
 
 def _present_logs(model: Any, logs: Any) -> Any:
-    """The logs of a step, of the metrics as they are now, if it is metrics that they are of.
+    """Return the metrics as they are now if `logs` has exactly the metrics' names, else `logs`.
 
     Keras decides the same way at the end of an epoch.
     """

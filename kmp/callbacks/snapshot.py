@@ -129,7 +129,7 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
     changes = [
         _lowered_rate(x, lr_factor) + (f" ({x.name})" if len(parts) > 1 else "") for x in parts
     ]
-    # Keras's class has no floor.
+    # Keras's class has no floor of its own: kmp's default holds for it.
     rule = dynamic(getattr(optimizer, "loss_scale", DynamicLossScale()))
     scale = _scale_of(optimizer)
     if scale is not None and rule is not None:

@@ -17,7 +17,7 @@ class SpikeState(NamedTuple):
     """What the detector remembers between readings.
 
     Attributes:
-        history: the last readings that were no outliers, oldest first; at most `window`.
+        history: the last readings that were not outliers, oldest first; at most `window`.
         outliers: outliers in a row up to now.
     """
 
@@ -29,7 +29,7 @@ class SpikeState(NamedTuple):
 class SpikeDetector:
     """Tells a diverging loss from ordinary noise by the median of what came before.
 
-    With the defaults in place, over the last 50 readings that were no outliers:
+    With the defaults, over the last 50 readings that were not outliers:
 
     ```
     outlier:   not finite, or, once there are 10 of them,
@@ -44,7 +44,7 @@ class SpikeDetector:
     Args:
         window: int >= 10, readings that are remembered.
         threshold: float > 0, the deviation from the median, in standard deviations of normal noise.
-        factor: float >= 1, how often the median a reading must exceed besides.
+        factor: float >= 1, how many times the median a reading must also exceed.
         patience: int in [1, `window`), outliers in a row that make a spike.
 
     Raises:
@@ -88,7 +88,7 @@ class SpikeDetector:
                 )
 
     def limit(self, history: Sequence[float]) -> float:
-        """The largest reading that is no outlier after `history`; inf if that is too short."""
+        """Return the largest reading that is not an outlier; inf if `history` is too short."""
         if len(history) < _MIN_HISTORY:
             return math.inf
         middle = statistics.median(history)

@@ -93,10 +93,10 @@ def checked_update_freq(update_freq: Any, owner: str) -> int:
 def come_first(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
     """Let `callback` be called before all others of its `fit`; for use in `on_train_begin`.
 
-    What it puts into the logs is then there for every other callback, wherever the user has put it
-    in the list. Keras does not tell a callback of its list, so that it is looked for among the
-    callers. Those after `callback` keep their places, so that the loop that has just called it
-    skips none and calls none twice.
+    Every other callback then sees what `callback` puts into the logs, wherever the user has put it
+    in the list. Keras does not tell a callback which list it is in, so this function looks for the
+    list among its callers. The callbacks after `callback` keep their places, so the loop that has
+    just called `callback` skips none of them and calls none twice.
 
     Returns:
         All callbacks of this `fit`; only `callback` if something other than Keras has called it.

@@ -133,7 +133,7 @@ class _Prepared:
         self.memory = self.run.memory(*first)
 
     def fit(self, steps: int) -> float:
-        """Take so many steps; seconds."""
+        """Take `steps` steps; return the seconds that they took."""
         x, y = (_first(tree, steps * self.batch_size) for tree in (self.x, self.y))
         seconds = sum(self.run.fit(x, y, self.batch_size))
         if self.policy == "float32" and not math.isfinite(self.run.loss):

@@ -66,9 +66,9 @@ def parse_policy(text: str) -> tuple[Policy, dict[str, Any]]:
 def build_under(build: Callable[[], tuple], policy: str, seed: int) -> tuple:
     """Call `build` and put its model under a policy, with the weights that `seed` gives in float32.
 
-    `kmp.to_mixed_precision` converts to the policy, and scales the loss under float16. Under one
-    with float16 parameters, without settings, the model is built again instead, with its weights
-    rounded, and Keras trains it.
+    `kmp.to_mixed_precision` converts to the policy, and scales the loss under float16. If the
+    policy has float16 parameters and `policy` has no settings, the model is instead built again
+    under it, with its weights rounded, and Keras trains it.
 
     Args:
         build: takes nothing and returns a tuple, a compiled model first. The global dtype policy

@@ -122,7 +122,10 @@ def _kept(ledger: Ledger, path: str | None) -> Iterator[None]:
 
 
 def _benchmark(name: str) -> Callable[[], tuple]:
-    """A function that builds one of `MODELS` with random data; eight times as wide beyond CPUs."""
+    """Return a function that builds one of `MODELS` with random data.
+
+    The model is eight times as wide on a device other than a CPU.
+    """
 
     def build():
         scale = 1 if backend.platform() == "cpu" else 8

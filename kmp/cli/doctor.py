@@ -105,7 +105,8 @@ def product_times(dtypes: tuple[DType, ...], repeats: int = 5) -> Times:
 
     Args:
         dtypes: what to measure; they take turns, so that other load affects all of them alike.
-        repeats: the shortest of so many is taken, after one to warm up.
+        repeats: how many products are timed in each dtype, after one to warm up; the shortest time
+            is taken.
 
     Returns:
         Seconds of a product, or None where the backend has none in the dtype.

@@ -70,10 +70,11 @@ def first_bad_value(calls: Sequence[Call]) -> Blame | None:
 
 
 def first_nan_weights(calls: Sequence[Call]) -> Blame | None:
-    """The first call that makes finite numbers others, and has NaN in its weights.
+    """The first call that turns finite numbers into inf or NaN, and has NaN in its weights.
 
-    Nobody intends that, whatever later layers answer: max pooling turns NaN into the lowest number
-    of the dtype on TensorFlow, and fused attention into 0 on torch, where only gradients are NaN.
+    Nobody intends that, whatever later layers make of it: on TensorFlow, max pooling turns NaN into
+    the lowest number of the dtype; on torch, fused attention turns it into 0, and only gradients
+    are NaN.
     """
     for call in sorted(calls, key=lambda call: call.span[1]):
         inputs, outputs = measure(call.received), measure(call.outputs)
@@ -85,7 +86,7 @@ def first_nan_weights(calls: Sequence[Call]) -> Blame | None:
 
 
 def _blame_at(values: "_Values", time: int, call: Call, role: str) -> Any:
-    """Who made what is not finite at one end of a call; None if it shows only at the other."""
+    """Who made the numbers at one end of a call inf or NaN; None if only the other end shows it."""
     outputs = values.of(call.outputs)
     if role == "output":
         last = _finished_before(call, time)
@@ -108,7 +109,7 @@ def _blame_at(values: "_Values", time: int, call: Call, role: str) -> Any:
 
 
 def _given(call: Call) -> Any:
-    """What the caller passed; to the loss the targets and their weights, not the outputs."""
+    """What the caller passed; for the loss only the targets and their weights, not the outputs."""
     if not isinstance(call.layer, Loss):
         return call.passed
     (_, y, _, sample_weight), _ = call.passed
@@ -152,7 +153,7 @@ class _Values:
         return has_nonfinite(self.of(call.outputs))
 
     def is_answered(self, call: Call) -> bool:
-        """Whether all layers that take the outputs as they are end in finite numbers."""
+        """Whether every layer that takes these outputs as they are leads to finite numbers."""
         if id(call) not in self._answered:
             takers = [u for x in floats(call.outputs) for u in self._users.get(id(x), [])]
             later = [u for u in takers if u.span[0] > call.span[1]]  # not itself, not its children
@@ -189,10 +190,10 @@ class Cotangents:
     def first_bad(
         self, gradients: Sequence[Gradient], variables: Sequence[Variable]
     ) -> Blame | None:
-        """The place that comes last in the forward pass, and so first in the backward pass.
+        """The bad place that comes last in the forward pass, and so first in the backward pass.
 
         Returns:
-            A `Blame`, or None if all of them and all gradients of variables are finite.
+            A `Blame`, or None if the gradients at all places and of all variables are finite.
         """
         bad = nonfinite_variables(gradients, variables)
         last = max((e for e in self.seen if e[3].nonfinite), key=lambda e: e[0], default=None)

@@ -44,7 +44,8 @@ class PlannedStep(NamedTuple):
         batch_size: int, samples in its batch.
         blocks: int, how many of the blocks are computed again; those of one path count as one.
         bytes: int, the most that it holds at once, by XLA: weights, slots, gradients, activations.
-        operations: float, floating-point operations over those of the step without recomputation.
+        operations: float, floating-point operations, divided by those of the step without
+            recomputation.
         memory: str, the arguments of `kmp.scaled` with which it holds less; empty if the optimizer
             is as it was compiled.
     """
@@ -62,9 +63,9 @@ class MemoryPlan:
 
     Attributes:
         budget: bytes.
-        blocks: tuple of str, the paths of all blocks that could be computed again, or the names
-            with which the segments end that could be.
-        steps: tuple of `PlannedStep`, each that was compiled; the last of them is the plan.
+        blocks: tuple of str, the paths of all blocks that could be computed again; for segments,
+            the names with which they end.
+        steps: tuple of `PlannedStep`, each step that was compiled; the last of them is the plan.
         advice: tuple of str, what else would make the step smaller, if it does not fit; what costs
             least comes first.
         call: str, the line with which the blocks, or segments, are computed again.
@@ -143,19 +144,20 @@ def memory_plan(
 
     XLA plans the memory of a whole step before it runs: weights, slots, gradients, activations and
     scratch space. The step is compiled with no block computed again, with the first, with the
-    second as well, and with one of each other kind. What that saves is nearly the same for each
-    further block, so the number that is needed is known; that step is compiled too, and its number
-    is XLA's own. Blocks are taken from the front:
-    the last are in memory anyway when the backward pass begins. A model without blocks is cut into
-    segments, as in `kmp.recompute`; they save in proportion to what their layers put out. So is
-    one whose blocks do not save enough.
+    second as well, and with one of each other kind. Each further block saves nearly as much as one
+    of its kind that was compiled, so the number of blocks that is needed is known; that step is
+    compiled too, and its bytes are XLA's own count. Blocks are taken from the front, because the
+    last are in memory anyway when the backward pass begins. A model without blocks is cut into
+    segments, as in `kmp.recompute`, and so is a model whose blocks do not save enough. Segments
+    save in proportion to what their layers put out.
 
-    Computing again costs operations and changes no number. Only where it is not enough, the slots
-    of the optimizer are planned in int8, or its remainders of bfloat16 weights too. If nothing
-    fits, the plan is the smallest step: where blocks are small, all may take more than some.
+    Computing again costs operations and changes no number. Only if it is not enough, the plan puts
+    the slots of the optimizer in int8, or its slots and its remainders of bfloat16 weights. If
+    nothing fits, the plan is the smallest step: where blocks are small, computing all of them again
+    may take more memory than computing some.
 
-    Nothing runs, and the model stays as it is. Needs the JAX backend, and no accelerator: what it
-    finds holds for PyTorch and TensorFlow in its order, not in its bytes.
+    Nothing runs, and the model stays as it is. The JAX backend is needed, but no accelerator. For
+    PyTorch and TensorFlow the order of the steps that it finds holds, but not their bytes.
 
     Args:
         model: built and compiled `keras.Model`.
@@ -176,10 +178,10 @@ def memory_plan(
     Raises:
         NotImplementedError: on TensorFlow and PyTorch, which cannot plan a step, and under Keras
             before 3.12, whose step cannot be compiled for a device that is not here.
-        TypeError: if `model` is no Keras model.
-        ValueError: if it is not built or compiled, `budget` is no number of bytes above 0,
-            `device` is a CPU or unknown, `policy` is none of JAX, or a `keras.distribution` is set:
-            the plan is for one device.
+        TypeError: if `model` is not a Keras model.
+        ValueError: if it is not built or compiled, `budget` is not a number of bytes above 0,
+            `device` is a CPU or unknown, JAX has no such `policy`, or a `keras.distribution` is
+            set, since the plan is for one device.
 
     Example:
 
@@ -291,15 +293,15 @@ class _Planner:
         while excess > 0 and number < len(self._groups):
             number = self._enough(number, excess, self._savings_of_each(x, y))
             excess = self._with_first(number, x, y).bytes - budget
-        if excess > 0 and fit:  # the line has passed by what is known to do
+        if excess > 0 and fit:  # a number is known that fits, and the estimate missed it
             excess = self._with_first(min(fit), x, y).bytes - budget
         return self._smallest(x, y, budget) if excess > 0 else self.steps[-1]
 
     def _smallest(self, x: Tree, y: Tree, budget: int) -> PlannedStep:
-        """The step of fewest bytes with this optimizer, as the last; or one that fits.
+        """The step of fewest bytes with this optimizer, or one that fits; it becomes the last.
 
         Where blocks are small beside what XLA adds to compute them again, more of them may take
-        more. Then the numbers on both sides of the best are halved down to it.
+        more. Then the gaps on both sides of the best number are halved until they are closed.
         """
         while True:
             steps = [each for each in self.steps if each.memory == self._memory]
@@ -314,7 +316,7 @@ class _Planner:
             self._with_first((start + stop) // 2, x, y)
 
     def _with_first(self, number: int, x: Tree, y: Tree) -> PlannedStep:
-        """The step with the first so many groups computed again, which is noted."""
+        """The step with the first `number` groups computed again, which is noted as the last."""
         for step in self.steps:
             if (step.blocks, step.memory) == (number, self._memory):
                 self.steps.remove(step)
@@ -333,10 +335,10 @@ class _Planner:
         return PlannedStep(_samples(x), len(groups), planned.bytes, share, self._memory)
 
     def _savings_of_each(self, x: Tree, y: Tree) -> list[float]:
-        """The bytes that each group should save: as much as one like it that has been compiled.
+        """The bytes that each group should save, judged by a compiled group that is like it.
 
-        The first has the input of the model, which is kept anyway, so that the second is compiled
-        too if it is like the first; others of its kind save as much for their size.
+        The first group has the input of the model, which is kept anyway. So the second is compiled
+        too if it is like the first, and others of its kind save as much for their size.
         """
         if self._savings is None:
             assert self._whole is not None
@@ -365,9 +367,9 @@ class _Planner:
     def _smaller_batch(self, x: Tree, y: Tree, step: PlannedStep, budget: int) -> str | None:
         """The largest half, quarter, ... of the batch that fits; None if none does.
 
-        It is accumulated to the whole again, for which the optimizer keeps a sum of gradients.
-        `step` is that with all of the batch. A sample takes nearly as many bytes in any batch, so
-        that few sizes need to be compiled.
+        Several small batches are accumulated to the whole one again, for which the optimizer keeps
+        a sum of gradients. `step` is the one with the whole batch. A sample takes nearly as many
+        bytes in any batch, so few sizes need to be compiled.
         """
         sums = sum(v.value.nbytes for v in self._model.trainable_variables)
         whole, groups = step.bytes + sums, self._groups[: step.blocks]
@@ -457,7 +459,7 @@ def _state(model: keras.Model, memory: HalfMemory | None) -> int:
 
 
 def _smaller_state(model: keras.Model, step: PlannedStep, budget: int) -> list[str]:
-    """What weights and slots in fewer bytes would save of a step."""
+    """Lines that say how small a step would be with weights and slots in fewer bytes."""
     now, lines = _state(model, _memory_of(model.optimizer)), []
     small = HalfMemory(slot_dtype="int8", master_weights=24)
     ways = [(f"kmp.scaled(..., {words})", _state(model, memory)) for words, memory in _ways(model)]

@@ -114,8 +114,8 @@ def diagnose(
     `keras.config.set_dtype_policy(report.policy)` before the model is rebuilt under the same
     names, with `kmp.scaled(optimizer)`, since Keras scales no loss under a map.
 
-    A layer moves with the layers in it. All runs are eager; everything is put back. One run for
-    each layer, and a few more.
+    A layer changes precision together with the layers in it. All runs are eager, and everything is
+    put back. There is one run for each layer, and there are a few more.
 
     Args:
         model: a built model whose output in float32, or the loss of it, is finite; compiled, if
@@ -180,7 +180,7 @@ def diagnose(
 
 
 def _check_finite(model: keras.Model, batch: Batch, outputs: Tree) -> None:
-    """Raise ValueError unless the outputs are finite, or the loss, which may know their masks."""
+    """Raise ValueError if neither outputs nor loss is finite: a loss may know the masks in them."""
     x, y, sample_weight = batch
     if has_nonfinite(measure(outputs)):
         loss = None if y is None else Loss(model)(x, y, outputs, sample_weight, training=False)

@@ -78,7 +78,7 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
-        """The hand count."""
+        """The hand count: parameters, gradients, slots and activations."""
         return self.parameters + self.gradients + self.slots + self.activations
 
 
@@ -123,10 +123,11 @@ def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> Memory
     The hand count adds up what a step holds: parameters, gradients, optimizer slots, and the output
     of each layer. A compiler holds less where it fuses or recomputes, and more where it needs
     scratch space: on JAX the step is compiled (not run) with the weights that the model has, and
-    the last column is XLA's own count. It is that of float32 and of mixed precision if all weights
-    are in float32, and else that of pure half precision. On other backends there is only the hand
-    count. Layers that always compute in float32 are counted in float32. Of each block or segment
-    that `kmp.recompute` has chosen it says what it keeps, and what it would keep otherwise.
+    the last column is XLA's own count. If all weights are in float32, it has numbers for float32
+    and for mixed precision, and otherwise only for pure half precision. On other backends there is
+    only the hand count. Layers that always compute in float32 are counted in float32. For each
+    block or segment that `kmp.recompute` has chosen, the report says what that keeps, and what it
+    would keep otherwise.
 
     Args:
         model: a built model. Slots are counted if it is compiled.
@@ -140,10 +141,10 @@ def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> Memory
         A `MemoryReport`; print it.
 
     Raises:
-        TypeError: `model` is no Keras model.
-        ValueError: it is not built, or does not know the shapes of its inputs, and `x` is missing;
-            `batch_size` is not a whole number of at least 1, or not that of inputs that have one;
-            `x` is no batch of arrays.
+        TypeError: `model` is not a Keras model.
+        ValueError: the model is not built; it does not know the shapes of its inputs, and `x` is
+            missing; `batch_size` is not a whole number of at least 1, or differs from that of
+            inputs that have one; `x` is not a batch of arrays.
 
     Example:
 
@@ -322,7 +323,7 @@ def state_bytes(model: keras.Model, dtype: str, memory: HalfMemory | None) -> in
 
 
 def _slot_bytes(model: keras.Model, dtype: str, memory: HalfMemory | None) -> int:
-    """Bytes that the optimizer keeps if all weights have a dtype, held for one at a time."""
+    """Bytes that the optimizer keeps with all weights in `dtype`; it is built for one at a time."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return 0
@@ -342,7 +343,7 @@ def _slot_bytes(model: keras.Model, dtype: str, memory: HalfMemory | None) -> in
 
 
 def _in_dtype(variable: Variable, dtype: str) -> Variable:
-    """A variable of zeros in a dtype, or in that of one that is neither float32 nor half."""
+    """Zeros like a variable, in `dtype`; in its own dtype if that is neither float32 nor half."""
     dtype = dtype if variable.dtype in ("float32", *HALF_DTYPES) else variable.dtype
     return keras.Variable(np.zeros(variable.shape), dtype=dtype, name=variable.name)
 

@@ -118,18 +118,17 @@ def locate_nonfinite(
     """Name the first layer, forward or backward, whose output or gradient leaves the range.
 
     Replays one batch, eagerly: forward as in training, then, if `y` is given, backward from the
-    compiled loss times the loss scale. What a later layer or the loss answers with finite numbers,
-    such as a mask of -inf, is meant, but for what weights of NaN lead to. The layer to blame is run
-    once more in float32, to tell a number that is too large for its dtype from one that is wrong in
-    any.
-    Sequential, functional and subclassed models, nested and shared layers. Everything is put back:
-    weights, statistics, metrics, the optimizer, dtype policies, random states; also when the model
-    raises.
+    compiled loss times the loss scale. If a later layer or the loss turns inf or NaN into finite
+    numbers, as it does with a mask of -inf, they count as intended, unless they come from weights
+    of NaN. The layer to blame is run once more in float32, to tell a number that is too large for
+    its dtype from one that is wrong in any dtype. The model may be Sequential, functional or
+    subclassed, with nested and shared layers. Everything is put back, even when the model raises:
+    weights, statistics, metrics, the optimizer, dtype policies, random states.
 
     Call it with the batch and the weights of the step that overflowed (after a skipped step the
-    weights are still those). XLA may keep float32 inside what it fuses: a replay can overflow where
-    the compiled step does not, and the other way round. Inside scans (an RNN on JAX) and other
-    compiled code the layer around them is named.
+    model still has those weights). XLA may keep float32 inside what it fuses: a replay can overflow
+    where the compiled step does not, and the other way round. For scans (an RNN on JAX) and other
+    compiled code, the layer around them is named.
 
     Args:
         model: a built model; compiled, if `y` is given.
@@ -142,7 +141,7 @@ def locate_nonfinite(
         A `NonfiniteReport`; print it.
 
     Raises:
-        ValueError: the model is not built, or not compiled; `loss_scale` cannot be one.
+        ValueError: the model is not built, or not compiled; `loss_scale` cannot be a loss scale.
 
     Example:
 

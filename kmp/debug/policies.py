@@ -15,8 +15,9 @@ from kmp.precision.trees import HALF_DTYPES
 class Unit:
     """Layers that change precision together.
 
-    A layer with the layers inside it (an LSTM and its cell, a custom block and what it calls): its
-    own code may not mix dtypes. Models are looked into; the code of a subclassed model is a unit.
+    A unit is a layer with the layers inside it (an LSTM and its cell, a custom block and what it
+    calls), because its own code may be unable to mix dtypes. Models are looked into; the code of a
+    subclassed model is a unit.
     """
 
     path: str
@@ -53,9 +54,9 @@ def policy_for(model: Model, policy: str | None) -> str:
     """Return the name of a policy that computes in half precision.
 
     Args:
-        model: whose own policy is meant by None: the half precision that most of its layers
-            compute in; `"mixed_float16"` if none does.
-        policy: a name, or None.
+        model: the model.
+        policy: a name. None means the half precision that most layers of the model compute in, and
+            `"mixed_float16"` if none does.
 
     Raises:
         ValueError: `policy` does not compute in half precision.

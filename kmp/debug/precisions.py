@@ -43,10 +43,10 @@ class LayerPrecision:
         max_relative_error: the largest error relative to a float32 value that is not zero.
         cumulative_sqnr: dB of its output when all layers are lower: its own noise and that of all
             layers before it.
-        local_sqnr: dB of its output when it alone is given the float32 inputs; NaN for what cannot
+        local_sqnr: dB of its output when it runs alone on the float32 inputs; NaN for what cannot
             be run alone (a layer inside another, an operation).
-        output_sqnr: dB of the model's output when it alone (with the layers in it) is lower, what
-            keeping it in float32 would gain; NaN as above, or where the model does not run so.
+        output_sqnr: dB of the model's output when only this layer (with the layers in it) is lower:
+            what keeping it in float32 would gain. NaN as above, or if the model does not run so.
     """
 
     path: str
@@ -126,17 +126,19 @@ def compare_precisions(
 ) -> PrecisionReport:
     """Run a model in float32 and in lower precision with the same weights, and compare.
 
-    The cumulative SQNR of a layer holds the noise of all layers before it: it tells where noise
-    shows, not where it comes from. That, the local SQNR tells, and the output SQNR with only this
-    layer lower tells what it costs. Layers' dtype policies are swapped and put back, nothing is
-    cloned, and everything else is put back too. All runs are eager and in inference mode; both
-    runs' activations are held in memory. One more run for each layer.
+    The cumulative SQNR of a layer includes the noise of all layers before it: it tells where noise
+    shows, not where it comes from. The local SQNR tells where it comes from, and the output SQNR
+    with only this layer lower tells what the layer costs. The layers' dtype policies are swapped
+    and put back, nothing is cloned, and everything else is put back too. All runs are eager and in
+    inference mode, and the activations of both runs are held in memory. Each layer takes one more
+    run.
 
     Args:
         model: a built model; compiled, if `y` is given.
         x: one batch, as `predict` takes it.
-        y: its targets, for the gradients of the compiled loss (times the loss scale that the
-            optimizer has now, or a smaller one if float16 could not hold that, and divided by it).
+        y: its targets, for the gradients of the compiled loss. The loss is multiplied by the loss
+            scale that the optimizer has now, or by a smaller one if float16 could not hold the
+            result, and the gradients are divided by it.
         policy: what to compare with, "mixed_float16" or "mixed_bfloat16". By default the half
             precision that the model computes in, and "mixed_float16" for a float32 model.
         verbose: 1 shows a progress bar.
@@ -187,7 +189,7 @@ def compare_precisions(
 
 @contextlib.contextmanager
 def _all_under(model: Model, policy: str) -> Iterator[None]:
-    """Within, all layers compute under `policy`; what they cannot run is said so."""
+    """Within, all layers compute under `policy`; raises ValueError if the model cannot run so."""
     try:
         with under(model, policy):
             yield
@@ -222,7 +224,7 @@ def quality_of(
 
 
 def _is_shown(call: Call, alone: dict) -> bool:
-    """Models that only call layers repeat the last row."""
+    """Whether a call has a row; models that only call layers would repeat the last row."""
     return not isinstance(call.layer, Model) or call.layer in alone
 
 

@@ -77,8 +77,8 @@ def ranges_of(
 
     Returns:
         A `LayerRange` for each call of a layer, and the advised loss scale: the largest power of
-        two that leaves the largest gradient a doubling away from the end of float16, at most
-        2**24. None without gradients.
+        two with which the largest gradient can still double within float16, at most 2**24. The
+        scale is None without gradients.
     """
     preserved.restore()
     recorder, *_ = forward(model, batch, training=True, with_loss=with_gradients)

@@ -24,7 +24,7 @@ def check_replayable(model: Any, tool: str, with_loss: bool) -> None:
     """Check that a batch can be replayed without changing the model.
 
     Raises:
-        TypeError: `model` is no Keras model.
+        TypeError: `model` is not a Keras model.
         ValueError: it is not built, has no `call`, or is not compiled although a loss is needed.
     """
     check_model(model, tool)

@@ -36,7 +36,7 @@ class Search:
         self.before = self.sqnr()
 
     def policies(self) -> keras.dtype_policies.DTypePolicyMap:
-        """The map."""
+        """The map: float32 for the paths of the layers that are kept, the policy for all others."""
         paths = [
             path_of(layer)  # the name of a layer without one, for `to_mixed_precision`
             for unit in self.kept

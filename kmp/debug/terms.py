@@ -9,7 +9,7 @@ from kmp.debug.stats import has_nonfinite, measure
 
 
 def first_bad_term(model: Any) -> Blame | None:
-    """The first such term that is not finite, None if all are; right after the model was called."""
+    """The first such term that is not finite, or None. Call it right after the model was called."""
     for layer in layers_of(model):
         added = measure(added_losses(layer))
         if has_nonfinite(added):

@@ -1,8 +1,9 @@
 """Updates of several weights together, and of a large one part by part.
 
-Where nothing compiles an update, each of its hundred operations is called and writes its result. Of
-small weights the calls take the time, so they are joined; of large ones on a CPU new memory does,
-so they are taken in parts that stay in its cache. The numbers are those of updates one by one.
+Where nothing compiles an update, each of its hundred operations is called and writes its result.
+For small weights the calls take most of the time, so the weights are joined. For large weights on a
+CPU new memory takes most of it, so they are updated in parts that stay in its cache. The numbers
+are the same as if each weight were updated by itself.
 """
 
 import dataclasses
@@ -61,9 +62,9 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What one update is of: rows of a weight, or weights of one kind, joined to a vector.
+    """What one update covers: rows of a weight, or several weights of one kind joined to a vector.
 
-    An optimizer is given the views of the first member. In them lie those of the others too.
+    An optimizer is given the views of the first member, which also hold those of the others.
 
     Attributes:
         pieces: the rows.

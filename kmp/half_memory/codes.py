@@ -1,11 +1,11 @@
 """8 bits for a number of a slot: a code, and a scale that it shares with the rest of its group.
 
 A code `q` stands for `scale * ((q + offset) / (levels + offset)) ** power`, and 0 for 0. That lies
-between a power, whose relative steps grow towards small numbers, and a logarithm, whose steps are
-all alike. For the errors of a second moment add up over a thousand steps, and where its steps were
-large it would wander to numbers that are far too small. A number becomes one of its neighbours at
-random, such that the mean is right: rounded to nearest, a second moment would never move, which
-fades by 0.1% a step.
+between a power, whose relative steps grow towards small numbers, and a logarithm, whose relative
+steps are all alike. The reason is that the errors of a second moment add up over a thousand
+updates: where the steps of its code are large, it would wander to numbers that are far too small. A
+number becomes one of its neighbours at random, such that the mean is right. A second moment fades
+by 0.1% an update: rounded to nearest, it would never move.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from kmp._backend import backend
 from kmp._backend.types import Tensor
 
 GROUP = 32  # numbers at most
-_SMALLEST_GROUP, _FEWEST = 8, 4096  # of fewer numbers the scales, or a slot, are not worth it
-# Scales. Of smaller ones the smallest code would not be a normal float32; of larger ones XLA takes
-# the reciprocal for 0.
+_SMALLEST_GROUP, _FEWEST = 8, 4096  # numbers; with fewer, scales or codes are not worth it
+# Of the scales. With a smaller one the smallest code would not be a normal float32; with a larger
+# one XLA takes the reciprocal for 0.
 _SMALLEST, _LARGEST = 2.0**-80, 2.0**126
 
 

@@ -62,10 +62,10 @@ def round_to_24_bits(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def _at_random(x: Tensor, noise: Tensor, below: int) -> Tensor:
-    """float32 whose lower bits, so many of them, are zero."""
+    """Round to float32 whose lower `below` bits are zero."""
     lower = 2**below - 1
-    # From here on no noise: it would reach infinity, or make another number of it or of NaN. (A NaN
-    # that arithmetic makes has bits in the upper half.)
+    # From this magnitude on no noise is added: it would reach infinity, or turn infinity or NaN
+    # into another number. (A NaN that arithmetic makes has bits in the upper half.)
     end = float(np.uint32(_LARGEST & ~lower).view("float32"))
     return backend.bitcast(backend.add_noise(x, noise, ~lower, end), "float32")
 
@@ -75,7 +75,7 @@ class Draw:
     """Which 16 random bits round a number: a weight and two of its slots share 32.
 
     Attributes:
-        number: a number of the 32 bits among those of one step.
+        number: says which of the 32-bit draws of one step it is.
         part: the lower half (0), the upper one (1), or which bits of the two differ (2). Each is
             uniform, and each two of them are independent.
     """
@@ -125,7 +125,7 @@ def bits_of(shape: Sequence[int], key: Tensor, number: int) -> Tensor:
 
 
 def starts_of(draws: Sequence[tuple[int, int, int]], key: Tensor) -> Tensor:
-    """What `bits_from` makes parts of what `random_bits` draws from, one part after the other.
+    """Starts from which `bits_from` makes parts of what `random_bits` draws, one after the other.
 
     Args:
         draws: for each part the number, the first element and how many.

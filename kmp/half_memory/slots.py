@@ -50,7 +50,7 @@ def code_of(optimizer: Any, name: str | None) -> Code | None:
 
 
 def _declared(optimizer: Any) -> Mapping[str, str]:
-    """What Keras's optimizers may have coded, or what a class of the user's says itself."""
+    """The slots to code, by name: those of Keras's optimizers, or what a user's class declares."""
     cls = type(optimizer)
     if _DECLARED in vars(cls):
         return vars(cls)[_DECLARED]

@@ -16,10 +16,10 @@ _UPPER, _HALF_UNIT = 2**16, 2**15  # a unit in the last place of bfloat16, and h
 
 
 def split(x: Tensor, remainder: str) -> tuple[Tensor, Tensor]:
-    """Split float32 into the nearest bfloat16, of two that are as near the larger, and the rest.
+    """Split float32 into the nearest bfloat16, in a tie the one of larger magnitude, and the rest.
 
-    A NaN becomes the quiet NaN without a rest: that of a GPU, all of whose bits are set, would
-    carry into the sign, and the model would see -0.
+    Every NaN becomes the quiet NaN without a rest: all bits of a GPU's NaN are set, so that it
+    would carry into the sign, and the model would see -0.
 
     Args:
         x: float32[...]. For an int8 remainder its lower 8 bits must be zero.

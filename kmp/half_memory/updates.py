@@ -52,10 +52,11 @@ class HalfMemory:
         rounding: "stochastic" or "nearest".
         slot_dtype: of the optimizer's slots; None: the dtype of the variable they belong to, but
             float32 for float16, in which squares of gradients underflow. "int8": 8 bits a number
-            for those that `slots.py` declares, and bfloat16 for the others.
+            for those that `slots.py` declares, and bfloat16 for the others; slots of float16
+            variables are float32 then.
         master_weights: whether updates of half-precision variables add up in float32: a bfloat16
-            one has an int16 remainder among the slots, a float16 one a float32 copy. 24: a bfloat16
-            one has an int8 remainder, and their sums 24 bits.
+            variable has an int16 remainder among the slots, a float16 one a float32 copy. With 24,
+            a bfloat16 variable has an int8 remainder, and its updates add up in 24 bits.
     """
 
     rounding: str = "stochastic"
@@ -342,7 +343,7 @@ class _InBlocks:
     def _function_of(
         self, block: Block, inputs: Sequence[Tensor], settings: Any
     ) -> Callable[..., Sequence[Tensor]]:
-        """What updates a block: a program, where there are any, in which the settings are fixed."""
+        """What updates a block; if the backend has programs, one with the settings fixed in it."""
         plain = functools.partial(self._compute, block)
         programs = self._compiled.get(settings)
         if programs is None:
@@ -363,7 +364,7 @@ class _InBlocks:
         """What the parts of the views of a block become: a function of tensors alone.
 
         Args:
-            block: one of the kind of that which is updated.
+            block: any block of the same kind as the one that is updated.
             gradient: float32.
             learning_rate: float32[].
             tensors: the optimizer's own numbers, the starts of the random ones, and the parts.

@@ -68,17 +68,17 @@ class _Update:
             view.encode(value, each)
 
     def _largest(self, coded: Sequence[tuple["CodedView", Tensor]]) -> list[Tensor]:
-        """What the scales of slots are made of, all of it before anything is rounded at random.
+        """The largest magnitudes that scales are made of, all before anything is rounded at random.
 
-        Else XLA draws the random numbers in the kernel that reduces, where a GPU takes its time for
-        them, and writes them to memory for the kernel that encodes.
+        Otherwise XLA would draw the random numbers in the kernel that reduces, where they take a
+        GPU much time, and write them to memory for the kernel that encodes.
         """
         view, _ = coded[0]  # the slots of a weight are grouped alike
         largest = view.groups.largest(*(value for _, value in coded))
         if self.standing is None:
             *largest, self.key = backend.together([*largest, view.rounding.key()])
-        # A group that is not finite in one slot is so in all, for which XLA writes their scales in
-        # one kernel.
+        # A group that is not finite in one slot counts as not finite in all: so XLA writes all
+        # scales in one kernel.
         finite = functools.reduce(ops.logical_and, map(ops.isfinite, largest))
         return [ops.where(finite, x, float("inf")) for x in largest]
 
@@ -112,7 +112,7 @@ class Rounding:
         return stochastic_round(value, self.bits(value, view))
 
     def key(self) -> Tensor:
-        """Of the random numbers of this step."""
+        """The key of this step's random numbers."""
         return key_of(ops.convert_to_tensor(self.seed), ops.convert_to_tensor(self.step))
 
     def bits(self, value: Tensor, view: Any) -> Tensor:
@@ -218,7 +218,7 @@ class Float32View(_BaseView):
 
 
 class SplitView(Float32View):
-    """A variable in bfloat16 whose updates add up in it and in a remainder: both are a float32.
+    """A bfloat16 variable and a remainder, in which updates add up: together they are a float32.
 
     Args:
         variable: bfloat16 variable.

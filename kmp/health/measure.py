@@ -295,8 +295,9 @@ def blame_for_spike(norms: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         norms: float32[num_variables], of the step's gradients.
-        before: float32[num_variables], of the last step that was measured. One that is less than a
-            thousandth of the largest counts as that: any gradient is many times one that was 0.
+        before: float32[num_variables], of the last step that was measured. A norm below a
+            thousandth of the largest counts as that thousandth: any gradient is many times as large
+            as one that was 0.
     """
     growth = norms / ops.maximum(before, ops.maximum(ops.max(before) * 1e-3, 1e-30))
     index = ops.argmax(growth)

@@ -59,12 +59,12 @@ class StepNumbers(NamedTuple):
     """What a step reads of the optimizer's counters before it writes anything."""
 
     step: Tensor  # int32[], its number, counted from 1
-    consecutive_skips: Tensor  # int32[], how many steps right before it were skipped
+    consecutive_skips: Tensor  # int32[], how many steps right before it overflowed
     rule: Any  # the state of the loss-scaling rule, a NamedTuple
     peak: Any = ()  # the state of the rule that leaves out spikes, a NamedTuple
 
     def filled(self, tensors: Sequence[Tensor]) -> "StepNumbers":
-        """The same with these tensors, from `tensors`."""
+        """Return a copy with these tensors, in the order of the property `tensors`."""
         step, consecutive_skips, *states = tensors
         rule, peak = states[: len(self.rule)], states[len(self.rule) :]
         filled_peak = type(self.peak)(*peak) if peak else ()

@@ -85,19 +85,19 @@ class GradientReport:
         loss_scale: the scale that the next step will use.
         step: training steps so far, including skipped ones.
         skipped_steps: steps so far whose update was skipped: overflows, and with `spikes=` spikes.
-        consecutive_skips: how many of the latest steps were skipped in a row.
+        consecutive_skips: how many of the latest steps overflowed in a row.
         events: the last 16 overflows, the latest first.
         measured_step: the step that the levels belong to; None if unknown.
         details: float32[num_variables, 50] or None: weights, updates and exponents, measured if
             `GradientHealth` or `optimizer.sample_gradients` asked for them.
         loss_is_scaled: False if gradients were divided by a loss scale that nothing has read, so
             that the loss cannot have been multiplied by it.
-        skipped_spikes: steps so far that were left out as spikes; None if none are.
+        skipped_spikes: steps so far that were left out as spikes; None without `spikes=`.
         held_statistics: steps so far in which `kmp.protect` has held the moving statistics of
-            BatchNormalization; None if it never does.
+            BatchNormalization; None without `spikes=`.
         spikes: the last 16 of the steps left out, the latest first.
-        spike_limit: the largest norm of the next step's gradients that is no spike; None if no step
-            can be one now.
+        spike_limit: the largest norm of the next step's gradients that is not a spike; None if no
+            step can be a spike now.
 
     Example:
 

@@ -44,10 +44,10 @@ class SkipSpikes:
     budget:  `patience` spikes, and one more for every 10,000 steps
     ```
 
-    `norm` is the l2 norm of all gradients together, in true units, before clipping. The peak of
-    training on rare labels or sparse rewards is made of their own gradients, so these are no
-    spikes. When the budget is spent, large gradients are what the data or the learning rate bring
-    now, and the peak follows them at once.
+    `norm` is the l2 norm of all gradients together, in true units, before clipping. In training on
+    rare labels or sparse rewards their own gradients make the peak, so they are not spikes. Once
+    the budget is spent, large gradients are taken for what the data or the learning rate bring now,
+    and the peak follows them at once.
 
     It finds bad batches. Gradients that grow step by step, as with too high a learning rate, are
     never spikes: lower the learning rate, or clip.
@@ -96,7 +96,7 @@ class SkipSpikes:
         return PeakState(ops.zeros((), "float32"), zero, zero)
 
     def limit(self, state: PeakState) -> Tensor:
-        """Return float32[], the largest norm that is no spike; inf while there can be none."""
+        """Return float32[], the largest norm that is not a spike; inf if no step can be one now."""
         xp = _operations(state)
         watches = (state.norms >= _KNOWN) & self.has_budget(state.spent)
         with np.errstate(over="ignore"):

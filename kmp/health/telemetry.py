@@ -108,7 +108,7 @@ class Telemetry:
         Args:
             seen: from `kmp.health.plan.inspect_gradients`, with levels.
             spike: bool[], whether the step is one.
-            limit: float32[], the largest norm that would have been none.
+            limit: float32[], the largest norm that would not have been a spike.
 
         Returns:
             `seen` with the levels that are to be written down.
@@ -169,8 +169,9 @@ def lend_sampling(optimizer: Any, update_freq: int, and_at: int) -> None:
 def kept_sampling(optimizer: Any) -> Callable[[], None]:
     """Remember how often an optimizer measures; call the result to restore that.
 
-    For an optimizer that is not built yet, that is the initial value: zeros. So it is for one with
-    the loan of another `fit`, from a checkpoint that was written in it.
+    For an optimizer that is not built yet, the initial value is restored: zeros. The same holds for
+    an optimizer from a checkpoint that was written within another `fit`, and so has that `fit`'s
+    loan.
     """
     built = optimizer.built
     kept = ops.convert_to_numpy(optimizer.telemetry.sampling)[:2] if built else NO_SAMPLING
@@ -242,7 +243,7 @@ def due(step: Tensor, skips: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         step: int32[], counted from 1.
-        skips: int32[], how many of the latest steps before this one were skipped in a row.
+        skips: int32[], how many of the latest steps before this one overflowed in a row.
         sampling: int32[4]: the interval in steps (0: every 100; negative: of a callback), one
             further step to measure, and the last steps with levels and with details, from
             `sampled`.

@@ -39,12 +39,13 @@ class Float32BatchNormalization(keras.layers.BatchNormalization):
     A batch with finite activations whose *gradients* overflow does update the statistics.
 
     One finite batch in the wrong unit ruins the statistics as well, while its gradients look
-    ordinary. With `spikes="skip"` they stay as they were in a batch that would multiply the largest
-    moving variance by more than 10, after the first 100 batches. As for gradients, at most 8 may
-    follow one another, and one more for every 10,000: a true change of scale is followed. This is
-    for training loops of your own: `kmp.scaled(..., spikes="skip")` does the same for all batch
-    normalizations of a `fit` with kmp's callbacks. Two more weights count the batches and what is
-    spent; files of the layer without the rule load.
+    ordinary. With `spikes="skip"`, after the first 100 batches, the statistics stay as they were in
+    a batch that would multiply the largest moving variance by more than 10. As with gradients, at
+    most 8 such batches may follow one another, and one more for every 10,000 batches, so that the
+    statistics follow a true change of scale. This is for training loops of your own:
+    `kmp.scaled(..., spikes="skip")` does the same for all batch normalizations of a `fit` with
+    kmp's callbacks. Two more weights count the batches and how much of this budget is spent; files
+    of a layer without the rule still load.
 
     gamma, beta and the moving statistics are float32 variables under every policy, including
     `"float16"`. Arguments, call arguments and weights are those of

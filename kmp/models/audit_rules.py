@@ -1,7 +1,7 @@
-"""The rules of `kmp.audit` by the kind of what they find, in the order in which it lists them.
+"""The rules of `kmp.audit` by the kind of finding, in the order in which `audit` lists the kinds.
 
-A rule is a function of a `Program`, or, within `_of_model`, of the model alone. It yields
-the path, the problem and the advice of each finding.
+A rule is a function of a `Program`, or, if it is wrapped in `_of_model`, of the model alone. It
+yields the path, the problem and the advice of each finding.
 """
 
 from collections.abc import Callable

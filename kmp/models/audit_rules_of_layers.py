@@ -198,7 +198,7 @@ def half_statistics(program: Program) -> Findings:
 
 
 def sum_of_squares(program: Program) -> Findings:
-    """Sums that float16 cannot hold, of what a norm divides by."""
+    """Sums of squares that float16 cannot hold, by whose root a norm divides."""
     for each in sums_of_squares(program) if half_layers(program.model) else ():
         largest = math.sqrt(formats["float16"].largest / each.number)
         cast_first = _CAST_FIRST + _OR_FLOAT32 * each.is_of_a_layer

@@ -86,8 +86,8 @@ def float16_on_a_tpu(model: Any) -> Findings:
 def half_weights(model: Any) -> Findings:
     """Half weights that the optimizer cannot move.
 
-    Keras's optimizers compute in the dtype of the weights: there beta_2 may be 1. A step is lost
-    that is shorter than half a unit in the last place of its weight, unless kmp rounds at random or
+    Keras's optimizers compute in the dtype of the weights, in which beta_2 may be 1. A step that is
+    shorter than half a unit in the last place of its weight is lost, unless kmp rounds at random or
     keeps a master.
     """
     outer = getattr(model, "optimizer", None)
@@ -212,10 +212,11 @@ def _protection(model: Any) -> str:
 
 
 def _is_cast_first(layer: Any) -> bool:
-    """Whether Keras casts its variables on JAX although its `autocast` is false, as an embedding's.
+    """Whether Keras casts a layer's variables on JAX although its `autocast` is false.
 
-    `fit`, `evaluate` and `predict` call `model.call`, which opens no scope of a policy. So the
-    layers of the model itself are called outside one, where `Layer.__call__` casts those of all.
+    An embedding is such a layer. `fit`, `evaluate` and `predict` call `model.call`, which opens no
+    scope of a policy. So the layers of the model itself are called outside any scope, and there
+    `Layer.__call__` casts the variables of every layer.
     """
     is_jax, casts = keras.backend.backend() == "jax", layer.compute_dtype in HALF_DTYPES
     return is_jax and casts and not layer.autocast and bool(cast_variables(layer))
@@ -337,9 +338,9 @@ def _function_name(x: Any) -> str:
 def _is_rounded(metric: Any) -> bool:
     """Whether Keras computes the numbers of a metric in the dtype of the outputs.
 
-    Accuracies compare and count, which changes nothing but large labels. Metric classes that are no
-    `MeanMetricWrapper` get the outputs as they are: Keras's cast them to their own dtype, and so do
-    classes of others whose `update_state` mentions a cast or a dtype.
+    Accuracies only compare and count, so rounding changes nothing but large labels. Metric classes
+    other than `MeanMetricWrapper` get the outputs as they are. Keras's own classes cast them to
+    their own dtype, and so do other people's whose `update_state` mentions a cast or a dtype.
     """
     if _name(metric) in ("acc", "accuracy") or "accuracy" in type(metric).__name__.lower():
         return False

@@ -67,10 +67,10 @@ def audit(model: keras.Model) -> AuditReport:
     - `"float16 on a TPU"`: TPUs have no float16 matrix product;
     - `"half weights"`: weights in bfloat16 that Adam does not move, or in any half precision and so
       large that the optimizer's steps are rounded away;
-    - `"half gradient"`: the gradient of an `Embedding` that Keras's train step on JAX adds up in
-      half precision, or that of the biases of a compiled model, where this machine does, unless
-      `kmp.protect` or one of kmp's callbacks protects the model; and that of a `GRU` or `LSTM` of
-      many steps that Keras's own code for it adds up so;
+    - `"half gradient"`: the gradient of an `Embedding` if Keras's train step on JAX adds it up in
+      half precision, or those of the biases of a compiled model if this machine does so, unless
+      `kmp.protect` or one of kmp's callbacks protects the model; and the gradient of a `GRU` or
+      `LSTM` of many steps if Keras's own code for it does so;
     - `"rounded variables"`: those of a layer with `autocast=False`, which Keras rounds on JAX
       all the same;
     - `"half statistics"`: moving averages in half precision that stall far from the true value, and
@@ -82,11 +82,11 @@ def audit(model: keras.Model) -> AuditReport:
     - `"activity regularizer"`: Keras sums it in half precision, and `fit` raises on TensorFlow;
     - `"half preprocessing"`: raw inputs are cast to half precision before they are normalized, or
       compared with a number, such as the value of a `Masking`;
-    - `"half indices"`: float indices are cast to half precision by a layer before an `Embedding`,
-      a one-hot vector or a table takes them. Of a model that is no graph of layers nobody knows
-      whether indices come as floats or integers: it is found where they come in one tensor with
-      features. Positions that a layer counts are found, too, before they are looked up or their
-      sine is taken;
+    - `"half indices"`: a layer casts float indices to half precision before an `Embedding`, a
+      one-hot vector or a table takes them. If a model is not a graph of layers, nobody knows
+      whether its indices come as floats or integers; the cast is found where they come in one
+      tensor with features. Positions that a layer counts and casts before they are looked up or
+      their sine is taken are found, too;
     - `"sum of squares"`: a norm in float16 of so many numbers that their squares soon add up to
       more than 65504; what is divided by it becomes 0;
     - `"sum by index"`: numbers that are added up by their index, as by `keras.ops.segment_sum`, in
@@ -105,7 +105,7 @@ def audit(model: keras.Model) -> AuditReport:
         `AuditReport`, which is false if nothing was found.
 
     Raises:
-        TypeError: if `model` is no Keras model.
+        TypeError: if `model` is not a Keras model.
         ValueError: if it is not built.
 
     Example:

@@ -45,7 +45,7 @@ class LostConstant(NamedTuple):
 
     @property
     def is_of_kerass_code(self) -> bool:
-        """Whether the code of a layer of Keras's has it, which was not given it."""
+        """Whether Keras's own code of a layer has it, and the layer was not given it."""
         runs_given_code = isinstance(self.layer, Activation | Lambda)
         if runs_given_code or not (isinstance(self.layer, Layer) and is_kerass_own(self.layer)):
             return False
@@ -117,7 +117,7 @@ def _computed_with(
 ) -> tuple[str, float]:
     """A constant as the operations compute with it, which may round it to their own dtype.
 
-    What was half precision equals no number that half precision has not.
+    A value that was once in half precision never equals a number that half precision cannot hold.
     """
     number = 0.0 if constant.number is None else constant.number
     reached = [constant]

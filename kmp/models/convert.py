@@ -63,31 +63,34 @@ def to_mixed_precision(
 
     - output layers: the last layers with weights before each output, and all layers after them,
       because logits and softmax need float32. If the policy names an output dtype, they compute in
-      that dtype. A layer that has an output layer inside it, as where word and position embeddings
-      are one layer and the logits come from the former, computes in the same;
+      that dtype. A layer that has an output layer inside it computes in the same dtype: for
+      example one layer of word and position embeddings, if the logits come from the former;
     - preprocessing layers (`Normalization`, `Rescaling`, augmentation), because raw inputs may be
       beyond the range of half precision;
     - layers with an activity regularizer, and those that call `add_loss`, because Keras sums both
       in half precision;
-    - average pooling of so many numbers that it is wrong by more than 3% where this machine adds
-      them up in half precision, which is tried: 14 by 14 pixels on JAX's CPUs in bfloat16;
+    - average pooling over so many numbers that the average is wrong by more than 3%, because this
+      machine adds them up in half precision. This is tried; on JAX's CPUs in bfloat16, 14 by 14
+      pixels are too many;
     - a `GRU`, and on PyTorch an `LSTM`, that returns the outputs of more than 256 steps (2048 under
-      float16), where Keras's fast code for it adds up their gradients in half precision, which is
-      tried: those of the first steps are lost. `use_cudnn=False` chooses other code;
+      float16), if Keras's fast code for it adds up the gradients of the steps in half precision.
+      This is tried; the gradients of the first steps would be lost. `use_cudnn=False` chooses other
+      code;
     - under float16, layers that add up 256 squares or more, as `UnitNormalization` does: beyond
-      65504 the sum is inf, and what is divided by its root becomes 0. A layer with more weights
-      than that computes in float16, and `kmp.audit` says what to do;
+      65504 the sum is inf, and what is divided by its root becomes 0. A layer that has more weights
+      than squares computes in float16, and `kmp.audit` says what to do;
     - layers that update variables of theirs when they are called, such as a moving average or
       `SpectralNormalization`, because Keras would hand them the variables rounded;
-    - layers that carry indices: what an `Embedding`, a one-hot vector, a gather, a table or any
-      other cast to integers is given as floats may have passed a `Reshape`, `Lambda` or layer of
-      your own, and half precision would round it. The same goes for positions that a layer counts
-      itself, and for raw inputs that a layer such as `Masking` compares with a number other than 0,
-      that are on their way to a preprocessing layer, or that something is subtracted from: their
-      mean by a `BatchNormalization`, or anything by a layer without weights. If another such layer
-      has weights, or is the model itself, it computes in half precision all the same, on inputs
-      that are not cast: the report says `i=uncast`. Where its code mixes dtypes that TensorFlow
-      does not multiply, it stays in float32 with the layers in it;
+    - layers that carry indices. An `Embedding`, a one-hot vector, a gather, a table or any other
+      cast to integers may get its indices as floats, through a `Reshape`, a `Lambda` or a layer of
+      your own, and half precision would round them there. The same goes for positions that a layer
+      counts itself, and for three kinds of raw inputs: those that a layer such as `Masking`
+      compares with a number other than 0; those on their way to a preprocessing layer; and those
+      from which something is subtracted: their mean by a `BatchNormalization`, or anything by a
+      layer without weights. Any other such layer that has weights, or is the model itself, computes
+      in half precision all the same, but on inputs that are not cast: the report says `i=uncast`.
+      If its code mixes dtypes that TensorFlow does not multiply, it stays in float32 with the
+      layers in it;
     - layers that `filter_fn` excludes, with all layers inside them.
 
     Normalization layers and layers with state of their own, such as moving averages, compute in
@@ -118,7 +121,7 @@ def to_mixed_precision(
         `ConversionReport`, one row a layer; the model is the same object.
 
     Raises:
-        TypeError: if `model` is no Keras model.
+        TypeError: if `model` is not a Keras model.
         ValueError: if the model is not built, has quantized layers or weights in float64, or could
             not be called any more. Nothing is converted then.
 
@@ -233,7 +236,7 @@ def _give(policies: list[tuple[keras.Layer, Any]]) -> None:
 
 def _calls(model: Any) -> list[Callable]:
     """How a model is called: in inference, and in training if it tells the two apart."""
-    # Both look `call` up when they run, which may be one that casts its inputs.
+    # Both look up `call` only when they run: by then it may be one that casts its inputs.
     calls: list[Callable] = [lambda *inputs: model.call(*inputs)]
     if takes_training(model):
         calls.append(functools.partial(call_in_training, model))

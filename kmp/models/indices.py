@@ -5,9 +5,9 @@ holds every whole number up to 2**24, float16 up to 2**11 and bfloat16 up to 2**
 only hands ids on, such as a `Reshape`, must not cast them. Nor must raw inputs be rounded before a
 normalization subtracts their mean: in bfloat16 the years 2021 to 2025 are one number.
 
-Whether numbers are ids is told by what is computed with them: the model is traced, without numbers,
-and followed back from where floats become integers. What depends on trainable weights is no id, and
-is not followed.
+What is computed with numbers tells whether they are ids: the model is traced, without numbers, and
+followed back from where floats become integers. A value that depends on trainable weights is not an
+id, and is not followed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,7 +44,7 @@ NEEDS_INTEGERS = "rounds float indices: pass integers"  # its code mixes what it
 # Under these half precision rounds numbers, and may keep enough of them.
 LESS_GRAVE = (NORMALIZED, DIFFERENCES)
 REASONS = (INDICES, ANGLES, RAW_INPUTS, EQUALS, *LESS_GRAVE, NEEDS_INTEGERS)
-# Of layers without weights: the code of another would mix float32 with them.
+# These count only for layers without weights: the code of others would mix float32 with weights.
 _OF_PLAIN_CODE = (EQUALS, DIFFERENCES)
 
 _LOOKUPS = (
@@ -87,8 +87,8 @@ def roundings(program: Program, certain: bool = False) -> list[Rounding] | None:
     Args:
         program: of the model.
         certain: leave out what may be right: angles whose size is not known; indices of a table so
-            small that half precision holds them all; and what is right if it comes as integers. A
-            Functional model says whether it does, of another one nobody knows.
+            small that half precision holds them all; and inputs that are right if they come as
+            integers. A Functional model says whether they do; of another model nobody knows.
 
     Returns:
         One for each layer; None if Keras cannot call the model symbolically.
@@ -153,7 +153,7 @@ def _consumed(
 
     Args:
         operations: of the program.
-        known: what depends on no weights, nor on inputs of which nobody knows what they are.
+        known: the values that depend neither on weights nor on inputs whose kind nobody knows.
     """
     inputs = reached(operations, labelled(operations, INPUT))
     sequences = [x for each in operations if each.kind == "sequence" for x in each.outputs]
@@ -197,7 +197,7 @@ def _leading_to(
 ) -> set[Value]:
     """The raw values that `wanted` is made of.
 
-    A comparison and the place of a maximum are no exact numbers of what they look at.
+    A comparison, or the place of a maximum, does not need the exact numbers that it looks at.
     """
     found = set(wanted)
     for each in reversed(operations):
@@ -232,7 +232,7 @@ def _may_be_right(
 def _holds_all(operations: list[Operation], path: set[Value], consumer: Operation) -> bool:
     """Whether indices are those of a table so small that half precision holds each of them.
 
-    Only if nothing was computed on the way: of ids that are divided, the table knows no bounds.
+    Only if nothing was computed on the way: a table says nothing about the size of divided ids.
     """
     for each in operations:
         makes = not path.isdisjoint(each.outputs) and not path.isdisjoint(each.inputs)

@@ -70,8 +70,8 @@ class Rebuilding:
 
     Args:
         model: compiled or not.
-        policy: that it is converted to. Optimizers that kmp has not wrapped are wrapped where it
-            has parameters in half precision.
+        policy: the one that the model is converted to. If it has parameters in half precision,
+            optimizers that kmp has not wrapped are wrapped.
 
     Attributes:
         exact: float32 values of the weights that have remainders or masters, or will have, by
@@ -157,7 +157,7 @@ def _with_parts(optimizer: Any) -> list[Any]:
 
 
 def _exact_weights(optimizer: Any) -> dict[int, Tensor]:
-    """float32 values of the weights whose float32 a built optimizer keeps, or will keep."""
+    """The float32 values of weights for which a built optimizer keeps float32, or will keep it."""
     if not (isinstance(optimizer, LossScaleOptimizer) and optimizer.half_memory.master_weights):
         return {}
     inner = optimizer.inner_optimizer

@@ -28,9 +28,9 @@ def saved_tree(layer: Any) -> dict[str, Any]:
 
 
 def restore(layer: Any, saved: dict[str, Any]) -> None:
-    """Give a layer and the layers inside it their saved policies, and prepare for int8 what was.
+    """Give a layer and those inside it their saved policies, and prepare for int8 those that were.
 
-    What a `build` creates follows when that `build` has run, before the layer is called.
+    Layers that a `build` creates get theirs when that `build` has run, before the layer is called.
 
     Raises:
         ValueError: if a built layer holds another number of layers than the saved one.
@@ -54,7 +54,7 @@ def _restore_policies(layer: Any, saved: dict[str, Any]) -> None:
 
 
 def restore_int8(layer: Any, saved: dict[str, Any]) -> None:
-    """Turn each built layer into int8 whose saved one was.
+    """Turn each built layer into int8 if the saved layer was in int8.
 
     This reads the kernels, which have no values yet if the layer is built while another is called.
     """
@@ -83,6 +83,6 @@ def _inside(layer: Any) -> list[Any]:
 
 
 def _name(policy: DTypePolicy) -> str | None:
-    """What `get_policy` makes the policy of; None for what the layer's own config restores."""
+    """The name that `get_policy` reads; None if the layer's own config restores the policy."""
     plain = isinstance(policy, (Policy, FloatDTypePolicy)) or type(policy) is DTypePolicy
     return str(get_policy(policy)) if plain else None

@@ -16,10 +16,11 @@ _TOLERATED = 0.03
 
 
 def error_of_averages(layer: Any, dtype: str) -> float:
-    """How wrong an average pooling would be in `dtype` on this machine; 0 if that is little.
+    """The relative error of an average pooling in `dtype` on this machine; 0 if it is small.
 
-    XLA's CPU compiler adds up in the dtype of the inputs, and TensorFlow's kernels do in float16:
-    once a sum of ones is 256 in bfloat16, one more changes nothing. So it is tried.
+    XLA's CPU compiler adds up in the dtype of the inputs, and TensorFlow's kernels do so in
+    float16. Once a sum of ones is 256 in bfloat16, one more changes nothing. So the pooling is
+    tried.
     """
     if not isinstance(layer, (AveragePooling1D, AveragePooling2D, AveragePooling3D)):
         return 0.0

@@ -125,9 +125,9 @@ def received(operation: Operation) -> bool:
 
 
 def code_of(call: Call | None) -> Any:
-    """In whose code an operation is: a layer, an operation of a Functional model, or None.
+    """Whose code an operation is in: a layer, an operation of a Functional model, or None.
 
-    A layer that does not compute in half precision is none.
+    For a layer that does not compute in half precision it is None.
     """
     if layer := whose(call):
         return layer

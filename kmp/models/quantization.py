@@ -39,10 +39,10 @@ def quantize_aware(
     trains under `"mixed_float16"` and `"mixed_bfloat16"` as well.
 
     Training updates the range, a float32 variable under every policy, as it updates the moving
-    statistics of `kmp.layers.Float32BatchNormalization`. Batches with inputs that are not finite do
-    not change it, nor do inference and layers with `trainable=False`. If one of kmp's callbacks is
-    in `fit`, a step that is skipped for its gradients does not change it either. It stops moving
-    after `freeze_after` batches, or at `kmp.freeze_observers`.
+    statistics of `kmp.layers.Float32BatchNormalization`. The range does not change in a batch whose
+    inputs are not finite, in inference, or in a layer with `trainable=False`. If one of kmp's
+    callbacks is in `fit`, it does not change in a step that is skipped for its gradients either. It
+    stops moving after `freeze_after` batches, or when you call `kmp.freeze_observers`.
 
     Train, then convert with `kmp.to_int8`, which uses the same scales and ranges. Saved files hold
     the ranges; `import kmp` before loading them. A compiled model stays compiled, with the state of
@@ -62,7 +62,7 @@ def quantize_aware(
         `ConversionReport` of the layers that have weights; the model is the same object.
 
     Raises:
-        TypeError: if `model` is no Keras model.
+        TypeError: if `model` is not a Keras model.
         ValueError: if an argument is not as above, the model is not built, its `call` does not pass
             `training` on, or there is nothing to convert. Nothing is converted then.
 
@@ -128,7 +128,7 @@ def freeze_observers(model: keras.Model) -> None:
         model: `keras.Model` that `kmp.quantize_aware` has prepared.
 
     Raises:
-        TypeError: if `model` is no Keras model.
+        TypeError: if `model` is not a Keras model.
         ValueError: if it is not prepared.
 
     Example:
@@ -170,7 +170,7 @@ def to_int8(model: keras.Model) -> ConversionReport:
         `ConversionReport` of the quantized layers; the model is the same object.
 
     Raises:
-        TypeError: if `model` is no Keras model.
+        TypeError: if `model` is not a Keras model.
         ValueError: if it is not prepared, or one of its layers has seen no training batch. Nothing
             is converted then.
         NotImplementedError: before Keras 3.13, which has no quantizers to choose for its layers.

@@ -80,18 +80,18 @@ def recompute(
 ) -> RecomputeReport:
     """Checkpoint the gradient: keep only the inputs of blocks, and compute what is inside twice.
 
-    Training keeps what every layer puts out until the gradient comes back to it; that is most of
-    its memory. A block that is computed again keeps its input tensors alone. When the gradient
-    reaches it, it runs once more, for about a third more time if all blocks do.
+    Training keeps the outputs of every layer until the gradient comes back to it; they take most of
+    its memory. A block that is computed again keeps only its input tensors. When the gradient
+    reaches the block, it runs once more. If all blocks do, training takes about a third more time.
 
     The second run does what the first did: the same dropout masks, `training`, weights and dtypes.
     Moving statistics, seeds, metrics and `add_loss` are updated once. So the weights after training
-    are those of the same run without it, bit for bit, on PyTorch and on TensorFlow without XLA.
-    Under XLA, so on JAX, its compiler may round half precision in other places.
+    are those of the same run without recomputation, bit for bit, on PyTorch and on TensorFlow
+    without XLA. Under XLA, and so on JAX, the compiler may round half precision in other places.
 
-    A model without blocks, such as those of `keras.applications`, is cut into segments, where
-    little is handed on from one layer to the next. All but the last are computed again: what that
-    one keeps is needed as soon as the gradient begins.
+    A model without blocks, such as those of `keras.applications`, is cut into segments, at places
+    where little is handed on from one layer to the next. All segments but the last are computed
+    again: what the last one keeps is needed as soon as the backward pass begins.
 
     The model is changed in place. It trains in `fit`, `train_on_batch` and loops of your own, under
     any policy and with everything else in kmp; its files are those of a model without it. The last
@@ -104,31 +104,33 @@ def recompute(
 
     Args:
         model: built `keras.Model`: Sequential, Functional or subclassed.
-        filter_fn: called with each layer and its path, from the outside in. A layer is computed
-            again if it returns True, and is not asked about the layers inside it then. If left out,
-            the blocks are the outermost layers with weights that have layers inside them, such as
-            an encoder's `TransformerEncoder`s. A model in the model is one only if it has none. A
-            Functional or Sequential model is cut into segments if its blocks put out less than half
-            of what all layers do, and one in the model that is the only block.
+        filter_fn: called with each layer and its path, from the outside in. If it returns True, the
+            layer is computed again, and the layers inside it are not asked about. If left out, the
+            blocks are the outermost layers with weights that have layers inside them, such as an
+            encoder's `TransformerEncoder`s. A model inside the model is a block only if it has no
+            blocks itself. A Functional or Sequential model is cut into segments if its blocks put
+            out less than half of what all layers do. If the only block is such a model inside the
+            model, that one is cut.
         segments: cut the model into segments, whether it has blocks or not: a whole number of at
-            least 2, the most that there may be; or the names of layers, with each of which a
-            segment ends. What comes after the last of these is kept. Only a Functional or
-            Sequential model can be cut; of a model in the model, the one that calls most layers is.
-
-        policy: what is kept inside all the same: more memory, fewer operations. "dots_saveable":
-            the results of matrix products and convolutions. On JAX also other names of
-            `jax.checkpoint_policies` that end in "_saveable", or a function as there; on PyTorch
-            what `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes. TensorFlow
-            has none.
+            least 2, the most segments that there may be; or the names of the layers with which
+            segments end. What comes after the last of these layers is kept. Only a Functional or
+            Sequential model can be cut; if there are several, one inside another, the one that
+            calls most layers is cut.
+        policy: what to keep inside all the same, which takes more memory and fewer operations.
+            "dots_saveable" keeps the results of matrix products and convolutions. JAX also takes
+            other names of `jax.checkpoint_policies` that end in "_saveable", or a function like
+            those there; PyTorch takes what
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes. TensorFlow has no
+            policies.
 
     Returns:
         `RecomputeReport`, one row a block; the model is the same object.
 
     Raises:
-        TypeError: if `model` is no Keras model, or `filter_fn` cannot be called.
+        TypeError: if `model` is not a Keras model, or `filter_fn` cannot be called.
         ValueError: if the model is not built; it has no blocks and cannot be cut either;
-            `segments` is neither a whole number of at least 2 nor names of layers that it calls
-            once; `filter_fn` is given, too; or `policy` is none of the backend.
+            `segments` is neither a whole number of at least 2 nor names of layers that the model
+            calls once; `filter_fn` is given beside `segments`; or the backend has no such `policy`.
 
     Example:
 

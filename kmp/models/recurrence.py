@@ -22,10 +22,10 @@ _SETTINGS = ("activation", "recurrent_activation", "use_bias", "reset_after", "u
 def adds_up_steps(layer: Any, dtype: str) -> bool:
     """Whether the gradient of a recurrent layer's weights would stop growing in `dtype`.
 
-    Keras casts the weights of a cell in each step. But GRU has code of its own on JAX and PyTorch,
-    and LSTM on PyTorch, which casts them once: the gradient of a step is then added to what half
-    precision holds of those of the others. That is tried on this machine. Of a layer that returns
-    its last output alone the last steps count most, and nothing is wrong.
+    Keras casts the weights of a cell in each step. But GRU on JAX and PyTorch, and LSTM on PyTorch,
+    have code of their own, which casts the weights once: the gradient of each step is then added to
+    the sum of the others in half precision. That is tried on this machine. If a layer returns only
+    its last output, the last steps count most, and nothing is wrong.
     """
     if dtype not in HALF_DTYPES or not isinstance(layer, (GRU, LSTM)) or not layer.built:
         return False

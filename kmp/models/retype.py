@@ -18,8 +18,8 @@ _NORMALIZATION = re.compile("Norm(?!al(?!i[sz]))")  # LayerNorm, RMSNormalizatio
 def float32_weights(layer: keras.Layer) -> str:
     """Why a layer keeps float32 weights under any policy; empty if it does not.
 
-    Statistics would stall in half precision, and a file builds a layer's state in the dtype of its
-    weights.
+    Statistics would stall in half precision, and when a layer is loaded from a file, its state is
+    built in the dtype of its weights.
     """
     if any(map(_is_adapter, own_weights(layer))):
         return "float32 weights: LoRA's adapters; what is frozen is half"
@@ -31,10 +31,11 @@ def float32_weights(layer: keras.Layer) -> str:
 
 
 def dtype_changes(layer: keras.Layer, policy: Any, param_dtype: str) -> list[tuple[Variable, str]]:
-    """The weights of a layer, frozen or not, whose dtype changes with its policy; and to which.
+    """The weights of a layer, frozen or not, that change dtype with its policy; and their new one.
 
-    A weight in another dtype than the layer's policy has now stays: the layer has chosen it. Where
-    a layer has LoRA's adapters, they follow its policy, and what is frozen is in `param_dtype`.
+    A weight whose dtype is not that of the layer's present policy stays as it is: the layer has
+    chosen that dtype. Where a layer has LoRA's adapters, they follow its policy, and what is frozen
+    is in `param_dtype`.
 
     Args:
         layer: built, under the policy that it has before.

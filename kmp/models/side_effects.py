@@ -1,10 +1,11 @@
 """Layers that half precision harms: in losses they add, their state, constants and sums.
 
 Keras hands a layer its variables rounded to the dtype that it computes in. A moving average that
-is updated from what it was stalls there, as steps below half a unit in the last place are lost,
-although the variable itself is float32; so are the steps of the optimizer on a weight that the
-layer rescales and writes back, as `keras.layers.SpectralNormalization` does. Losses are added in
-the dtype that the layer computes in, and TensorFlow adds none to those in float32.
+is updated from its own rounded value stalls, although the variable itself is float32: steps below
+half a unit in the last place are lost. The steps of the optimizer are lost in the same way if the
+layer rescales a weight and writes it back, as `keras.layers.SpectralNormalization` does. Losses
+are added in the dtype that the layer computes in, and TensorFlow does not add those to losses in
+float32.
 """
 
 from typing import Any
@@ -48,7 +49,7 @@ def half_losses(program: Program) -> dict[Any, str]:
 def harmed_layers(program: Program) -> dict[int, Rounding]:
     """The layers that are exact if they compute in float32, by their ids.
 
-    A model is none: its code computes with what its layers return.
+    Models are left out: their code computes with what their layers return.
     """
     sums = [each.layer for each in sums_of_squares(program) if each.is_cheap_in_float32]
     constants = [each.layer for each in lost_constants(program) if each.is_cheap_in_float32]

@@ -1,8 +1,9 @@
 """Sums by index in half precision, and look-ups, whose gradients are sums by index.
 
-`keras.ops.segment_sum` makes one of the nodes of a graph, and `keras.ops.take` has one as its
-gradient. Each number is added to the sum so far, which is rounded: in bfloat16 a sum of ones stays
-at 256, in float16 at 2048, however many more come. Nothing is inf or NaN.
+`keras.ops.segment_sum` makes such a sum of the nodes of a graph, and the gradient of
+`keras.ops.take` is such a sum. Each number is added to the sum so far, which is rounded: in
+bfloat16 a sum of ones stays at 256, in float16 at 2048, however many more come. Nothing is inf or
+NaN.
 """
 
 import functools
@@ -61,9 +62,9 @@ class SumByIndex(NamedTuple):
 def sums_by_index(program: Program) -> list[SumByIndex]:
     """The sums by index that this machine rounds after each number, one of each layer and kind.
 
-    Sums of fewer numbers than it takes are none, where the model says how many there are. Nor are
-    look-ups of what depends on no weight, nor those of an `Embedding`, which have a rule of their
-    own. None are found in a model that Keras cannot call symbolically.
+    It leaves out sums that have too few numbers to stop growing, where the model says how many
+    there are; look-ups in what depends on no weight; and look-ups of an `Embedding`, which have a
+    rule of their own. It finds none in a model that Keras cannot call symbolically.
     """
     found: dict[Any, SumByIndex] = {}
     for operations in program.operations:

@@ -63,9 +63,9 @@ class Policy(DTypePolicy):
     `kmp.layers.Float32BatchNormalization` and at the outputs of `kmp.to_mixed_precision` models.
 
     Keras casts the float inputs of a layer to its compute dtype, which rounds ids. With `i=uncast`
-    the code of the layer gets them as they are, but for float64, which becomes float32. Weights
-    are in half precision: `keras.ops` combine them with float32 in float32, Python's operators on
-    TensorFlow's tensors raise.
+    the code of the layer gets its inputs as they are, except for float64, which becomes float32.
+    The weights that it gets are in half precision all the same: `keras.ops` combine them with
+    float32 inputs in float32, but Python's operators on TensorFlow's tensors raise.
 
     A policy that Keras has a name for, such as `"mixed_float16"`, is saved under that name, and
     the file loads without kmp. For other policies, `import kmp` before loading the file.
@@ -176,7 +176,7 @@ class Policy(DTypePolicy):
         return Policy(f"{self},i={_UNCAST}") if self.casts_inputs else self
 
     def convert_input(self, x: Any, autocast: bool, dtype: DType) -> Any:
-        """What Keras hands to a layer in place of `x`: a tensor, in the compute dtype if a float's.
+        """What Keras hands to a layer for `x`: a tensor, in the compute dtype if it has floats.
 
         Args:
             x: argument of a layer's call, of any shape and dtype.

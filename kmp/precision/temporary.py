@@ -56,7 +56,7 @@ def _swapped(model: keras.Layer, choose: Callable[[keras.Layer], Any]) -> Iterat
 
 
 def _for_layer(layer: keras.Layer, policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """A policy on the weights that a layer has; one that rounds no ids goes on rounding none."""
+    """The policy on the layer's own weights; if the layer's inputs were uncast, they stay so."""
     if not getattr(layer.dtype_policy, "casts_inputs", True):
         policy = get_policy(policy).with_inputs_uncast()
     return on_weights(policy, layer.variable_dtype)

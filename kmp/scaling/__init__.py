@@ -93,7 +93,7 @@ def _named(name: str, arguments: dict[str, Any]) -> Any:
 def _make_inner(optimizer: Any, arguments: dict[str, Any]) -> Any:
     """Return the optimizer that `kmp.scaled` was given, as an instance."""
     if isinstance(optimizer, (type, str)) and (name := plain_name_of(optimizer)):
-        # Keras would number it, and an Orbax checkpoint would not bring it back.
+        # Keras would number the name, and an Orbax checkpoint would not restore the optimizer.
         arguments = {"name": name, **arguments}
     if isinstance(optimizer, type):
         inner = optimizer(**arguments)

@@ -50,8 +50,8 @@ def checked_state(rule: LossScale) -> Any:
     """Return the first state of a strategy with NumPy arrays in its fields, of float32 or int32.
 
     Raises:
-        ValueError: if it is no NamedTuple with `scale`, or a field holds neither floats nor
-            integers.
+        ValueError: if the state is not a NamedTuple with `scale`, or a field holds neither floats
+            nor integers.
     """
     state = rule.init()
     if "scale" not in getattr(state, "_fields", ()):
@@ -204,7 +204,8 @@ def checked_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> li
     divides only floats.
 
     Raises:
-        ValueError: if there is not one for each variable, none at all, or one of another shape.
+        ValueError: if there is not one entry for each variable, if all are None, or if one has
+            another shape than its variable.
     """
     if len(grads) != len(variables):
         raise ValueError(

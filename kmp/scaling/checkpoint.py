@@ -40,7 +40,7 @@ _GRAD_SCALER_KEYS = ("scale", *_OF_RULES, _TRACKER)
 
 
 def save_own_variables(optimizer: Any, store: Any) -> None:
-    """Store the wrapper's variables by name, and what the inner optimizer's are."""
+    """Store the wrapper's variables by name, and a description of the inner optimizer's."""
     for variable in optimizer.own_variables:
         store[variable.name] = variable.numpy()
     store[_INNER_SIZES] = _sizes(optimizer.inner_optimizer.variables)
@@ -94,7 +94,7 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
 def _state_values(
     optimizer: Any, stored: str, store: Mapping[str, Any]
 ) -> list[tuple[Variable, Any]]:
-    """What the strategy's state becomes where it is not what the file has under its names.
+    """Return values for the part of the strategy's state that the file does not have by name.
 
     Args:
         optimizer: the optimizer that loads.
@@ -103,9 +103,9 @@ def _state_values(
     """
     rule, counters = optimizer.loss_scale, optimizer.scaled_step.counters
     own, initial = counters.counts, rule.init()._asdict()
-    if stored != type(rule).__name__:  # whose counts mean something else
+    if stored != type(rule).__name__:  # another strategy's counts mean something else
         values = [(v, initial[name]) for name, v in own.items()]
-        if stored == NoOpLossScale.__name__:  # its 1 was never searched for
+        if stored == NoOpLossScale.__name__:  # its scale of 1 was never searched for
             values.append((counters.rule.scale, initial["scale"]))
         return values
     keys = {*store.keys()}
@@ -118,7 +118,7 @@ def _state_values(
 
 
 def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
-    """The description in a file of kmp's, if it has one and the optimizer is as it says."""
+    """Check that a file of kmp's fits the optimizer; return its description, if it has one."""
     missing = {*_REQUIRED, _INNER_SIZES} - set(store.keys())
     if missing:
         raise ValueError(f"The stored optimizer state is incomplete: {sorted(missing)} missing.")
@@ -265,7 +265,7 @@ def _initial_values(optimizer: Any) -> list[tuple[Variable, Any]]:
 
 
 def _begin_slots_again(optimizer: Any) -> None:
-    """Give slots that begin as copies of the weights those that have just been loaded.
+    """Set slots that begin as copies of the weights to the weights that have just been loaded.
 
     ScheduleFreeAdamW has such slots. When a model is loaded, its optimizer is built before the
     weights are there; the first step would bring the weights back to what they were then.

@@ -24,17 +24,17 @@ from kmp.half_memory import (
 )
 from kmp.precision.trees import is_float
 
-_EXACT = (REMAINDER, SHORT_REMAINDER, MASTER)  # with the weight, its float32
+_EXACT = (REMAINDER, SHORT_REMAINDER, MASTER)  # each gives, with the weight, the weight's float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What the inner optimizer's variables are, in a file or of a live optimizer.
+    """A description of the inner optimizer's variables, in a file or in a live optimizer.
 
     Attributes:
-        slots: the name and the shape of each, in one list; the name without the weight's.
-        rows: of the weights that the remainders and masters among them belong to; None if the file
-            does not say.
+        slots: a list for each variable: its name, without that of the weight, then its shape.
+        rows: the rows of the weights that the remainders and masters among the variables belong to;
+            None if the file does not say.
     """
 
     slots: list[list[Any]]
@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def numbers(self) -> list[int]:
-        """The places of everything else but scales, which follow the codes that they are of."""
+        """The places of the other variables, without scales: each scale follows its codes."""
         others = {*self.exact, *self._scales}
         return [i for i in range(len(self.slots)) if i not in others]
 
@@ -111,7 +111,7 @@ def _load_number(parts: Sequence[Tensor], target: Any) -> None:
     """Assign what a file has of a slot, its values or codes and scales, to a variable or a view."""
     held = target.parts() if isinstance(target, Float32View) else [target]
     if len(parts) > 1 and [tuple(x.shape) for x in parts] == [tuple(v.shape) for v in held]:
-        for variable, part in zip(held, parts, strict=True):  # encoded anew, they would be others
+        for variable, part in zip(held, parts, strict=True):  # encoding again would change them
             variable.assign(ops.cast(part, variable.dtype))
         return
     number = decoded(*parts) if len(parts) > 1 else parts[0]
@@ -122,7 +122,7 @@ def _load_number(parts: Sequence[Tensor], target: Any) -> None:
 
 
 def _load_weights(optimizer: Any, stored: Layout, arrays: Sequence[np.ndarray]) -> None:
-    """Assign the float32 of each weight of which the file has it, or of which it is kept now."""
+    """Assign the float32 value of each weight, if the file has it or the optimizer keeps it now."""
     weights = trainable_variables_of(optimizer.inner_optimizer)
     views = optimizer.stored.weights.values() if optimizer.stored else ()
     targets = {id(view.variable): view for view in views}
@@ -158,7 +158,7 @@ def _exact(weight: Variable, rest: Tensor) -> Tensor:
     rounded = ops.cast(weight, "float32")
     if not is_float(rest):
         return join(ops.cast(weight, "bfloat16"), rest)
-    # A weight that somebody else had assigned, and its master not yet.
+    # Something else may have assigned the weight, but not yet its master: then the weight counts.
     halves = [ops.cast(ops.cast(rest, half), "float32") for half in ("bfloat16", "float16")]
     in_step = ops.logical_or(*(ops.equal(half, rounded) for half in halves))
     return ops.where(in_step, rest, rounded)

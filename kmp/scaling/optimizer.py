@@ -48,9 +48,9 @@ class LossScaleOptimizer(WrapsInner):
         name: str.
         loss_scale: `"dynamic"`, `"none"`, a positive number or a strategy; not together with the
             two arguments above. See `kmp.scaled`.
-        on_overflow: what an overflow costs under gradient accumulation: `"drop_micro_batch"` the
-            micro-batch, which the window replaces by one more (as Keras), or `"drop_window"` the
-            whole window, whose boundary stays (as PyTorch).
+        on_overflow: what an overflow costs under gradient accumulation. With `"drop_micro_batch"`
+            it costs the micro-batch, and the window takes in one more instead (as Keras); with
+            `"drop_window"` the whole window, whose boundary stays (as PyTorch).
         measure_gradients: bool, whether steps are measured; see `gradient_report()`.
         rounding: how bfloat16 weights and slots are rounded after an update computed in float32:
             `"stochastic"`, or `"nearest"`, which loses the smallest updates.
@@ -67,8 +67,9 @@ class LossScaleOptimizer(WrapsInner):
         step_counter: int[], finite steps since the scale changed, if the strategy counts them.
         skipped_steps: int32[], steps so far that were skipped, as overflows or spikes.
         skipped_spikes: int32[], steps so far that were left out as spikes; None without `spikes`.
-        held_statistics: int32[], steps so far in which `kmp.protect` has held batch statistics.
-        consecutive_skips: int32[], skipped steps in a row up to now.
+        held_statistics: int32[], steps so far in which `kmp.protect` has held batch statistics;
+            only with `spikes`.
+        consecutive_skips: int32[], overflows in a row up to now.
         variable_paths: the path of the variable in each row of the measurements.
         measures_details: bool, whether steps compiled from now on measure weights and updates.
         first_sampling: two int, what `sample_gradients` would set if the optimizer were built: the
@@ -114,7 +115,7 @@ class LossScaleOptimizer(WrapsInner):
         rule = arguments.choose_rule(loss_scale, initial_scale, dynamic_growth_steps)
         inner_optimizer = arguments.checked_inner(inner_optimizer)
         state = arguments.checked_state(rule)
-        # By a name of its own each time, an Orbax checkpoint would not bring it back.
+        # With a different name each time, an Orbax checkpoint would not restore it.
         name = name or "loss_scale_optimizer"
         super().__init__(inner_optimizer, float(state.scale), name=name, **kwargs)
         self.loss_scale, self.spikes = rule, get_spikes(spikes)

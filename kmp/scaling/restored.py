@@ -1,8 +1,9 @@
 """Whether a checkpoint brought all of the optimizer's state: said at the first step after it.
 
-Keras restores an Orbax checkpoint by the paths of variables, and leaves out in silence what has
-another path now. The optimizer's counters are called alike in each model, its slots by the weights:
-counters that have come without slots show that the model was named otherwise when it was saved.
+Keras restores an Orbax checkpoint by the paths of variables, and silently leaves out what has
+another path now. The optimizer's counters have the same names in every model, while its slots are
+named after the weights. So if counters arrive without slots, the model had other names when it was
+saved.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ _NAMED = 3  # paths in a warning
 def warn_of_counters_alone(optimizer: Any) -> bool:
     """Warn if an optimizer that is about to be built has steps behind it; tell whether it has.
 
-    Only a checkpoint puts them there: nobody else assigns the wrapper's own count of steps. The
-    variables that `build` makes had no place in which to be restored.
+    Only a checkpoint can have put the steps there: nothing else assigns the wrapper's own count of
+    steps. The variables that `build` makes did not exist yet, so they could not be restored.
     """
     (steps,) = _counts(optimizer.steps)
     if steps:
@@ -78,7 +79,7 @@ def _weights_with_new_slots(optimizer: Any) -> tuple[list[str], int]:
         return [], len(slots)
     moved = iter(ops.convert_to_numpy(_have_moved(values)).tolist())
     new = [path for path, each in slots.items() if not any([next(moved) for _ in each])]
-    if optimizer.telemetry is None:  # then one without slots may never have had a gradient
+    if optimizer.telemetry is None:  # a weight with new slots may never have had a gradient
         return (new if len(new) == len(slots) else []), len(slots)
     (health,) = backend.present_values([optimizer.telemetry.health])
     norms = ops.convert_to_numpy(health)[:, L2_NORM]
@@ -87,9 +88,9 @@ def _weights_with_new_slots(optimizer: Any) -> tuple[list[str], int]:
 
 
 def slots_by_path(optimizer: Any) -> dict[str, list[Variable]]:
-    """The slots of each weight that has some which begin at zero.
+    """The slots of each weight that has any, by the weight's path.
 
-    Without accumulators, which are zero now and then, and masters, which never are.
+    Accumulators are left out, which are zero now and then, and so are masters, which never are.
     """
     inner = optimizer.inner_optimizer
     accumulating = [x for x in parts_of(inner) if x.built and x.gradient_accumulation_steps]

@@ -45,8 +45,8 @@ class LossScale(Protocol):
     """What a loss-scaling strategy offers; write your own with these four methods.
 
     The state is any NamedTuple of tensors or numbers that has `scale`. The optimizer keeps a
-    variable for each field, and files store it by the field's name. It counts the skipped steps in
-    a row itself, and gives that count to a field named `overflows`.
+    variable for each field, and files store it by the field's name. The optimizer itself counts the
+    overflows in a row, and gives that count to a field named `overflows`.
 
     Example:
 
@@ -70,11 +70,12 @@ class LossScale(Protocol):
 class _Rule:
     """What the strategies share: counting, multiplying, dividing, and their own serialisation.
 
-    `init` and `next` are a strategy's own. A `next` with a state other than `ScaleState` does its
-    counting too: `AmaxLossScale` is the example.
+    A strategy has its own `init`, and its own `next` if its scale moves. If its state is not
+    `ScaleState`, its `next` also does the counting: `AmaxLossScale` is the example.
 
     Attributes:
-        is_fixed: whether the scale never moves. One that does says False, for the verdict's advice.
+        is_fixed: whether the scale never moves. A strategy whose scale moves sets this to False,
+            for the verdict's advice.
     """
 
     is_fixed: ClassVar[bool] = True
@@ -179,8 +180,9 @@ class DynamicLossScale(_Rule):
 
     At the floor float16 overflows only where a true gradient is above 65504 / 2**-48, or 2**64.
     float32 cannot hold the square of such a gradient, which Adam and gradient norms compute. So no
-    run that trains in float32 with such an optimizer needs a lower scale. A stretch of bad batches
-    may take the scale there too, where float16 loses small gradients: so it leaves faster.
+    run that trains in float32 with such an optimizer needs a lower scale. But a stretch of bad
+    batches may take the scale there too, where float16 loses small gradients. That is why a scale
+    below 1 grows faster.
 
     Args:
         initial_scale: float in [`min_scale`, `max_scale`].

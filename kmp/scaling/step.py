@@ -40,7 +40,7 @@ class Counters:
     rule: Any  # the rule's state: its NamedTuple, with a variable in each field
     peak: Any  # the same of the rule that leaves out spikes; () if there is none
     spikes: Variable | None  # int32[], steps left out as spikes so far
-    consecutive_skips: Variable  # int32[], skipped steps in a row up to now
+    consecutive_skips: Variable  # int32[], overflows in a row up to now
     skipped_steps: Variable  # int32[], skipped steps so far
     steps: Variable  # int[], all steps so far
     loss_nonfinite: Variable  # float32[], above 0 if the present loss is known not to be finite
@@ -157,7 +157,7 @@ class ScaledStep:
     def _groups(
         self, plan: MeasurePlan, gradients: list[Gradient], places: Sequence[int], in_xla: bool
     ) -> list[GradientGroup]:
-        """Gradients that hold numbers; small ones stacked inside XLA, which writes no stack."""
+        """The gradients that hold numbers; inside XLA the small ones are stacked."""
         rows: list[Gradient] = [None] * len(self.variables)
         for gradient, place in zip(gradients, places, strict=True):
             rows[place] = gradient

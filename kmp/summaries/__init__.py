@@ -55,10 +55,10 @@ class SummaryWriter:
     is on disk after `flush()` or `close()`. Scalars are float32, as TensorBoard keeps them: NaN
     and the infinities are written as such, and numbers beyond float32 become infinite.
 
-    TensorBoard takes the directory for the run. To resume a run, make a new writer on the same
-    directory and go on counting steps: what was written for later steps is superseded in
-    TensorBoard's default loader, and stays beside the new values with `--load_fast=false`. Writers
-    open at the same time belong in different directories, as that loader follows one file a run.
+    TensorBoard shows a directory as one run. To resume a run, make a new writer on the same
+    directory and go on counting steps: in TensorBoard's default loader the new values replace what
+    was written for later steps; with `--load_fast=false` both stay side by side. Give writers that
+    are open at the same time different directories: the default loader follows one file per run.
 
     Example:
 
@@ -74,13 +74,13 @@ class SummaryWriter:
 
     Args:
         log_dir: Path of a local directory, created where it is missing.
-        descriptions: What charts show, as Markdown, which TensorBoard puts beside them: a text for
-            a tag, or for all tags with a beginning that ends in "/" or "_".
+        descriptions: Texts in Markdown that say what charts show; TensorBoard puts them beside the
+            charts. The key is a tag, or the beginning of several tags, up to a "/" or "_".
 
     Raises:
         ModuleNotFoundError: without what the extra installs: `pip install 'kmp[tensorboard]'`.
-        TypeError: if `log_dir` is no path.
-        ValueError: if `log_dir` is no local directory.
+        TypeError: if `log_dir` is not a path.
+        ValueError: if `log_dir` is not a local directory.
     """
 
     def __init__(

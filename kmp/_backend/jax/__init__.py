@@ -85,7 +85,7 @@ class JaxBackend(Backend):
         return alone or jax.process_index() == 0
 
     def assigns_together(self, model: Any) -> bool:
-        # To lay a value on the devices of all JAX asks whether it is the same everywhere.
+        # To lay a value on the devices of all processes, JAX asks whether they all have the same.
         return keras.distribution.distribution() is not None and jax.process_count() > 1
 
     def gradient_sample(self, gradient: Gradient, strides: Sequence[int], target: str) -> Tensor:
@@ -124,9 +124,9 @@ class JaxBackend(Backend):
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         # The barrier keeps XLA from copying the reductions of all gradients into each masked
         # update, with which the compile time would grow as the square of the number of variables.
-        # The CPU compiler removes it too early, but does not copy a reduction of two results, which
-        # these come from. What is not compiled is read by the host in any case, which then acts
-        # on it.
+        # The CPU compiler removes it too early, but these numbers come from a reduction of two
+        # results, which it does not copy. Outside compiled code the host reads the numbers in any
+        # case, and acts on them.
         if not any(isinstance(x, jax.core.Tracer) for x in (*measured, *others)):
             return jax.device_get((list(measured), list(others)))
         return jax.lax.optimization_barrier(list(measured)), others
@@ -267,8 +267,8 @@ class JaxBackend(Backend):
             values = state.get(key)
             if values:
                 live |= {id(v): x for v, x in zip(owned(), values, strict=True)}
-        # What the model does not list, as a metric that its own `metrics` leaves out, the loop has
-        # not.
+        # The loop does not hold variables that the model does not list, such as those of a metric
+        # that its own `metrics` leaves out.
         live |= {id(v): v.value for v in variables if id(v) not in live}
         return [live[id(v)] for v in variables]
 
@@ -406,7 +406,7 @@ class JaxBackend(Backend):
         return operations(function, inputs)
 
 
-# One function for all: eagerly JAX compiles a reduction again for each that it has not seen.
+# One function for all reductions: in eager code JAX compiles again for each function that is new.
 def _combine(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     pairs = enumerate(zip(a, b, strict=True))
     return tuple(jnp.maximum(x, y) if i == 1 else x + y for i, (x, y) in pairs)

@@ -43,7 +43,7 @@ CARDS = {
     "h100": Card("NVIDIA H100 80GB HBM3", 81559, (9, 0), 132, 128, 2048, 228, 227, 50, 3352, 1.98),
 }
 NAMES = (*CARDS, "v5e")
-# Of libtpu, which else looks for a TPU and asks the machine for its name.
+# Settings of libtpu, which would otherwise look for a TPU and ask the machine for its name.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",

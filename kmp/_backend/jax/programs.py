@@ -26,7 +26,8 @@ _NAMES = {
     "wave": "cos sin",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-# Their programs take the last of what they are given, and return what they return.
+# A program in one of these operations takes the last of the operation's inputs, and returns what
+# the operation returns.
 CALLS = {
     *("checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call"),
     *("custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"),

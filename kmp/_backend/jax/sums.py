@@ -1,8 +1,8 @@
 """Sums of numbers in half precision, rounded once, at their end.
 
-JAX leaves it to XLA how a gradient is added up over a batch, and hands it the sum in the dtype of
-the numbers. On CPUs XLA rounds that after each of them: in bfloat16 a sum of ones stays at 256. The
-gradient of the bias of a convolution is such a sum, and so is that of what is looked up.
+JAX leaves it to XLA how a gradient is added up over a batch, and asks for a sum in the dtype of the
+numbers. On CPUs XLA rounds that sum after each number: in bfloat16 a sum of ones stays at 256. The
+gradient of a convolution's bias is such a sum, and so is the gradient of a table that is looked up.
 """
 
 import functools

@@ -35,7 +35,8 @@ from kmp._backend.types import (
 )
 
 _CUDNN_MIN_EPSILON = 1.001e-5  # cuDNN refuses 1e-5 and less
-# Of a channel: up to here a sum of halves of one magnitude is exact in float32, in any order.
+# Elements of a channel. Up to so many, a sum of half-precision numbers of one magnitude is exact in
+# float32, in any order.
 _FUSED_ELEMENTS = {"float16": 2**13, "bfloat16": 2**16}
 _BLOCK, _LEVELS = 256, 2  # of `sum_along`: no sum has more than 256 terms up to 2**24 elements
 
@@ -316,11 +317,11 @@ class TensorFlowBackend(Backend):
     ) -> TwoLists:
         # As `tf.recompute_grad`, which takes no booleans, and hands on zeros for no gradient.
         #
-        # The second run gets the values that the first one read, for it may come after the
-        # assignment of a weight: Grappler takes all that leaves an `IdentityN` to depend on all
-        # that enters it, removes what orders a read and the assignment as if they were ordered so,
-        # and then the `IdentityN`. Keras's optimizers pass all gradients through one, and
-        # `custom_gradient` its outputs; so the others do not leave by that.
+        # The second run gets the values that the first one read, because it may come after a weight
+        # has been assigned. Grappler believes that all outputs of an `IdentityN` depend on all of
+        # its inputs. So it removes what orders a read and the assignment, as if the `IdentityN` did
+        # that, and then removes the `IdentityN`. Keras's optimizers pass all gradients through one,
+        # and `custom_gradient` its outputs; so `others` are not among these outputs.
         flat = tf.nest.flatten(list(inputs), expand_composites=True)
         number = len(flat)
         others: list[Tensor] = []

@@ -186,8 +186,8 @@ class TorchBackend(Backend):
         with torch.no_grad():
             found = is_finite()
             if not is_dtensor(found) and _with_other_processes():
-                # Another process may have another loss, and the note is of no use: all keep the
-                # same state.
+                # All processes keep the same state, but another one may have another loss, so there
+                # is no use in recording this one.
                 return
             variable.assign(variable.value.masked_fill(~whole(found), 1.0))
 
@@ -196,9 +196,9 @@ class TorchBackend(Backend):
         return [v.value.detach().clone() for v in variables]
 
     def block_sizes(self) -> tuple[int, int] | None:
-        # On a CPU what stays in its cache; on a GPU what keeps it busy while the next operation is
-        # called. A compiled update is one call, which writes nothing in between; to join weights
-        # for it is to copy them.
+        # On a CPU a block should stay in its cache; on a GPU it should keep the GPU busy while the
+        # next operation is called. A compiled update is one call, which writes nothing in between;
+        # joining weights for it means copying them.
         if _compiles.get():
             return 2**22, 2**14
         size = 2**18 if self.platform() == "cpu" else 2**22
@@ -218,7 +218,8 @@ class TorchBackend(Backend):
             for x, value in zip(inputs[-number:], found, strict=True):
                 x.copy_(value)
 
-        # Not of the parameters that the inputs are rows of, whose shapes would be in the graph.
+        # New tensors, because the inputs are rows of parameters, whose shapes would be in the
+        # graph.
         alike = [x.new_empty(x.shape) for x in inputs]
         token = _traces.set(True)
         try:

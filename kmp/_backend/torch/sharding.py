@@ -1,8 +1,8 @@
 """Variables that `keras.distribution.ModelParallel` has made DTensors: split over processes.
 
-Each process measures the shards that it holds, and one small collective an axis of the mesh adds
-up what all have found. Left to itself, a DTensor would send one for each reduction, and in gloo's
-maximum the NaN of one process may be lost.
+Each process measures the shards that it holds, and one small collective for each axis of the mesh
+adds up what all have found. Left to themselves, DTensors would run a collective for each reduction,
+and gloo's maximum may lose a NaN that only one process has.
 """
 
 import sys
@@ -44,10 +44,10 @@ class Layout(NamedTuple):
 
 
 def layouts_of(values: Sequence[Any]) -> list[Layout]:
-    """Return how tensors, of which some are DTensors, are measured; empty if none is.
+    """Return how tensors are measured if some of them are DTensors; empty if none is.
 
-    Every process measures the whole of those that it holds as a whole, and of those whose shards
-    differ in size, or that several axes of the mesh split along one dimension.
+    Every process measures all of a tensor that it holds as a whole, whose shards differ in size, or
+    that several axes of the mesh split along one dimension.
     """
     meshes = [x.device_mesh for x in values if is_dtensor(x)]
     if not meshes or any(mesh != meshes[0] for mesh in meshes):

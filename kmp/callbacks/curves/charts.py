@@ -53,10 +53,10 @@ DESCRIPTIONS = {
     "spikes/count": "Steps left out since training began, because their gradients were finite and "
     "far larger than the largest lately.",
     "spikes/score": "The share of all steps so far that were left out as spikes.",
-    "spikes/limit": "The largest norm of the next step's gradient that is no spike.",
+    "spikes/limit": "The largest norm of the next step's gradient that is not a spike.",
     "spikes/held_statistics": "Steps so far that would have multiplied a moving variance, and left "
     "all batch statistics as they were.",
-    "mixed_precision/consecutive_skips": "Steps skipped in a row up to now.",
+    "mixed_precision/consecutive_skips": "Overflows in a row up to now.",
     "mixed_precision/headroom_bits": "How often the loss scale could double before the largest "
     "gradient leaves float16.",
     "mixed_precision/degraded_pct": "Percent of the non-zero gradient that has fewer bits in "
@@ -71,7 +71,7 @@ DESCRIPTIONS = {
     "grad/global_norm": "l2 norm of the gradient over all variables, divided by the loss scale.",
     "grad/max_abs": "Largest absolute value of any gradient, divided by the loss scale.",
     "update_ratio/median": "log10 of the update's norm over the weight's norm, the median of the "
-    "variables. Healthy near -3.",
+    "matrices. Healthy near -3.",
     "update_ratio/min": "log10 of the update's norm over the weight's norm, the smallest.",
     "update_ratio/max": "log10 of the update's norm over the weight's norm, the largest.",
     "heatmap/log10_grad_norm": "The norm of each variable's gradient over time. Red: the variable "

@@ -29,9 +29,9 @@ _EDGES = range(_sample.LOWEST, _sample.HIGHEST + 2)  # the same for all variable
 class Dashboard:
     """Writes reports so that TensorBoard's tab Custom Scalars shows them on two pages.
 
-    Histograms and the table of variables are written at the first ten looks and at each tenth from
-    then on, the heat map at the first and at each tenth, and both at the end: they cost ten times
-    what the curves do.
+    Histograms and the table of variables are written at the first ten looks and at every tenth from
+    then on, the heat map at the first look and at every tenth, and all of them at the end. They
+    cost ten times as much as the curves.
 
     Args:
         log_dir: the run's directory, as of `kmp.summaries.SummaryWriter`.
@@ -77,7 +77,7 @@ class Dashboard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file; first write of the last look what has been left out."""
+        """Write what has been left out of the last look, then close the file."""
         while self._left:
             write, report = self._left.popitem()
             write(report)

@@ -16,7 +16,7 @@ from kmp.summaries import check_installed
 _LOOKS = 60  # columns of the heat map
 _CELL, _LABEL = 12, 240  # pixels
 _COLD, _HOT, _OVERFLOW, _ABSENT = (20, 20, 90), (250, 240, 110), (220, 20, 20), (200, 200, 200)
-# Inches: the width of all, a row, all rows at most, what is left, right, above and below.
+# Inches: the figure's width, a row's height, that of all rows at most; margins below, above, right.
 _WIDTH, _ROW, _TALLEST, _BELOW, _ABOVE, _RIGHT = 9.0, 0.2, 12.0, 0.9, 0.4, 1.2
 _DPI, _LETTER = 100, 0.068  # dots per inch; inches of a letter of a name
 _NAMES, _STEPS, _LETTERS = 60, 10, 48  # labels of an axis, and letters of a name, at most
@@ -73,8 +73,8 @@ class History:
 def heat_map(paths: Sequence[str], looks: Sequence[Column]) -> tuple[bytes, tuple[int, int]]:
     """Draw the norms of the variables (rows) over the looks (columns), red where one overflowed.
 
-    A figure with axes, names and a colour bar where matplotlib is installed, which takes some 10 ms
-    a name, of which there are at most 60; otherwise only cells and names.
+    With matplotlib installed this is a figure with axes, names and a colour bar. It takes some
+    10 ms per name, of which there are at most 60. Without matplotlib it is only cells and names.
 
     Args:
         paths: the variables' paths.
@@ -106,7 +106,7 @@ def heat_map(paths: Sequence[str], looks: Sequence[Column]) -> tuple[bytes, tupl
 
 
 def picture(paths: Sequence[str], looks: Sequence[Column]) -> Any:
-    """The same as `PIL.Image.Image`."""
+    """Draw what `heat_map` draws, as a `PIL.Image.Image`."""
     check_installed(["PIL"], "The heat map")
     from PIL import Image
 

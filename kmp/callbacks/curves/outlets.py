@@ -121,7 +121,7 @@ class EpochCurves:
         Args:
             epoch: the x axis.
             logs: the dict that Keras hands from callback to callback.
-            more: numbers that are in no logs.
+            more: numbers that are not in the logs.
         """
         self.flush()
         self._held = (epoch, logs, more)

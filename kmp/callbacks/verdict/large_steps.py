@@ -29,10 +29,11 @@ _BEFORE = 5  # losses that have to be known before a huge one
 _SINCE = 20  # after it: a momentum of 0.9 has then forgotten it
 _LATELY = 50  # losses that are compared
 _HIGHER = 1.5  # times the median before
-_DEVIATIONS = 3.0  # by which more losses are higher than chance has it
-_REMEMBERED = 30.0  # times the gradients since: by so much Adam's steps are smaller
+_DEVIATIONS = 3.0  # standard deviations by which more losses must be higher than by chance
+_REMEMBERED = 30.0  # times the gradients since: Adam's steps are smaller by that factor
 _FORGOTTEN = 1000  # steps, in which Adam's second moment falls to a third
-_AS_HUGE = 0.1  # share of the huge loss: batches above are of its kind. If all are, it is not one
+# Share of the huge loss: batches above it are of the same kind. If all are, none of them is huge.
+_AS_HUGE = 0.1
 _LIMIT_KNOWN = 16  # steps after which `kmp.SkipSpikes` can tell a spike
 
 
@@ -75,8 +76,8 @@ class GradientSize:
 class ExplodingGradients(Detector):
     """UNSTABLE: the gradient is huge, and larger than before or moving the weights far.
 
-    A loss in large units has large gradients. They are sound if they are what they were, and if
-    the optimizer makes updates of the usual size of them.
+    A loss in large units has large gradients. They are sound if they have not grown, and if the
+    optimizer turns them into updates of the usual size.
     """
 
     def __init__(self):
@@ -125,7 +126,7 @@ _RISEN = 1.5  # times the loss of the first batch
 _GROWN_WEIGHTS = 3.0  # times the norms with which the weights began
 _BRISK = 0.01  # share of the weights that a step changes, 10 times the usual one
 _FAR = 0.03  # 30 times
-_LARGER = 1.2  # times the first norms, where steps are that large; in sound runs they shrink
+_LARGER = 1.2  # times the first norms, where steps are that large: in sound runs steps shrink
 _STEPS = 20  # in which weights that began at zero outgrow updates
 
 
@@ -175,14 +176,14 @@ class _Batch(NamedTuple):
 class HugeBatch(Detector):
     """UNSTABLE: one batch had a huge loss, and its step has done harm.
 
-    The losses since are higher than before it, by their medians, to which further rare batches are
-    nothing, and by their ranks. Or the optimizer's slots still hold its gradient: Lion goes on in
-    its direction, and Adam divides by its size. If all losses are about as high from then on, the
-    data have changed, or training diverges.
+    Either the losses since the batch are higher than those before it, by their ranks and by their
+    medians, which a few more rare batches do not change. Or the optimizer's slots still hold the
+    batch's gradient: Lion goes on in its direction, and Adam divides by its size. If all losses are
+    about as high from then on, the data have changed, or training diverges.
 
-    One bad row is met once in each epoch. If an epoch has several such batches, as where rare
-    labels weigh much, slots that remember them are sound, and so are the losses once an epoch has
-    none: the model has learned those labels, which the losses of the others pay for.
+    One bad row comes up once per epoch. If an epoch has several such batches, as when rare labels
+    have large weights, it is sound that the slots remember them. Higher losses are sound too once
+    an epoch has no such batch: the model has learned those labels, at the others' expense.
     """
 
     def __init__(self):
@@ -236,7 +237,7 @@ class HugeBatch(Detector):
             self._in_epoch = 0
 
     def _risen(self) -> tuple[str, str] | None:
-        """What is seen if the losses have risen, and what may be done instead."""
+        """If the losses have risen, return what is seen, and what the user may do instead."""
         before, since = statistics.median(self._before), statistics.median(self._since)
         if since <= _HIGHER * before or deviations(self._before, self._since) < _DEVIATIONS:
             return None
@@ -260,7 +261,7 @@ class HugeBatch(Detector):
     def _take(self, loss: float, step: int) -> None:
         """Take in the loss of a step, whose number is a guess where steps were skipped."""
         if not 0 < loss < math.inf:
-            return  # other detectors tell of it, or it has no zero to be compared with
+            return  # not finite: other detectors report it. Not positive: ratios mean nothing
         if self._batch:
             if loss < _AS_HUGE * self._batch.loss:
                 self._since.append(loss)
@@ -329,8 +330,8 @@ class _Point(NamedTuple):
 class UpdateSlowdown(Detector):
     """UNSTABLE: a step moves the weights far less than in the last epochs.
 
-    An epoch is compared by its last step that updated the weights. A step that is too small is not
-    what later ones are compared with.
+    Each epoch is represented by its last step that updated the weights. Later steps are not
+    compared with one that was too small.
     """
 
     def __init__(self):

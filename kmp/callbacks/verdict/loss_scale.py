@@ -19,9 +19,9 @@ from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, dynamic
 
 _IN_A_ROW = 20  # overflows: from 2**15, the scale has sunk below 1
 _NOTHING_APPLIED = 30  # steps of an epoch that was skipped as a whole
-_OFTEN = 5  # overflows of which a few are nothing
-_WINDOW = 500  # steps that the rate of overflows is taken over: that often is 1% of them
-# Overflows a step: what the growth of the scale costs by itself, by default.
+_OFTEN = 5  # overflows; fewer of them mean nothing
+_WINDOW = 500  # steps over which the rate of overflows is taken: `_OFTEN` is 1% of them
+# Overflows per step that the growth of the scale causes by itself, at its default interval.
 _LEAST_RATE = 1 / DynamicLossScale.growth_interval
 
 _GROWING = "If the gradients grow from step to step, lower the learning rate. Otherwise: "
@@ -36,9 +36,9 @@ _OTHER_BATCHES = (
 )
 
 _APART = 8  # bits between the gradients of a batch and those of the usual batches
-_LEAST = 2.0  # bits: so that a scale of twice as much leaves one
-_LARGE = 2.0**10  # a scaled gradient of 34 bits above the smallest number of float16
-_MOST = 100  # exponent of a scale; float32 must hold the loss times it
+_LEAST = 2.0  # bits of headroom: one is left after the scale has doubled
+_LARGE = 2.0**10  # a scaled gradient that is 34 bits above float16's smallest number
+_MOST = 100  # largest exponent of a scale: float32 must hold the loss times that scale
 _FELT = 2.0**-17  # below, float16 keeps fewer bits than bfloat16, which trains well
 _USUAL = 2.0**15  # a scale at which float16 loses no gradient above 2**-40
 
@@ -93,9 +93,10 @@ class AllSkipped(Detector):
 
 
 class BrokenGradients(Detector):
-    """UNSTABLE: gradients hold inf or NaN where no loss scale is the cause: nothing is in float16.
+    """UNSTABLE: gradients hold inf or NaN though nothing is in float16: no loss scale is the cause.
 
-    As at the root of zero, or in an attention over nothing: the loss is finite, its gradient not.
+    Examples are the square root of zero, and an attention over nothing: the loss is finite, but its
+    gradient is not.
     """
 
     def see(self, look: Observation) -> Verdict | None:
@@ -178,7 +179,7 @@ class OverflowRate(Detector):
 class LostAtFloor(Detector):
     """UNSTABLE: steps overflow at the floor of the scale, again and again.
 
-    No growth of the scale has led to such an overflow, and the batch will overflow again.
+    Such an overflow is not due to the growth of the scale, and the same batch will overflow again.
     """
 
     def __init__(self):
@@ -254,13 +255,14 @@ def _all_lost(look: Observation) -> Verdict | None:
     report, half = look.report, _half(look)
     watched = significant(report, half)
     norms, zeros = report.column("l2_norm"), report.column("zero_share")
-    # If float32 layers have gradients of zero too, nobody has lost them: the loss is flat, by
-    # weights of zero or a satisfied hinge. If theirs are large, a layer in between is dead: so
-    # many bits are not lost at once. (Each of a million pixels adds a small part to a mean.)
+    # If the gradients of float32 layers are zero too, float16 has not lost them: the loss is flat,
+    # because sample weights are zero or a hinge loss is satisfied. If those gradients are large, a
+    # layer in between is dead: float16 does not lose that many bits at once. (Each of a million
+    # pixels adds a small part to a mean.)
     lossless = [path for path in report.paths if path not in half]
     scaled = report.max_abs * report.loss_scale
     is_flat = bool(lossless) and (not report.grad_norm or scaled >= _LARGE)
-    # So small are not all gradients at once, either.
+    # Nor are all gradients so small at once that none survives a scale of `_USUAL`.
     is_flat |= not report.grad_norm and report.loss_scale >= _USUAL
     # On TensorFlow the share of n zeros in n numbers may round to less than 1.
     if is_flat or not watched or not all(zeros[path] and not norms[path] for path in watched):
@@ -291,7 +293,7 @@ def _many_lost(look: Observation) -> Verdict | None:
 
 
 def _higher_scale(report: GradientReport, rule: Any) -> str:
-    """What to do for a higher scale: nothing that is set already."""
+    """Say how to get a higher scale, without advising what is set already."""
     all_zero = not math.isfinite(report.headroom_bits)
     headroom = getattr(rule, "headroom_bits", 0)  # of AmaxLossScale
     if headroom > 1 and not all_zero:
@@ -301,13 +303,13 @@ def _higher_scale(report: GradientReport, rule: Any) -> str:
     if found := dynamic(rule):
         advice = _for_dynamic(report, found, exponent)
     else:
-        advice = f"Write {_own_scale(exponent)}."  # a fixed one fits no larger gradient
+        advice = f"Write {_own_scale(exponent)}."  # a fixed scale would not fit larger gradients
     flat = " If they are zero in float32 too, the loss does not depend on the weights."
     return advice + (flat if all_zero else "")
 
 
 def _own_scale(exponent: int) -> str:
-    """A dynamic scale that begins this high, or by default at most two bits lower."""
+    """Code for a dynamic scale that begins at 2**exponent, or the default if <= 2 bits lower."""
     if exponent - math.log2(DynamicLossScale.initial_scale) <= 2:
         return 'loss_scale="dynamic"'
     ceiling = f", max_scale=2.0**{exponent}" if 2.0**exponent > DynamicLossScale.max_scale else ""

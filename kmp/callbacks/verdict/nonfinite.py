@@ -70,8 +70,8 @@ class NonfiniteWeights(Detector):
 # How many times as large a moving variance may be as at the last look. One batch, with a momentum
 # of 0.99, has to be a thousand times as large as the others.
 _GROWTH = 1e4
-# The steps after which it can be compared. It begins at 1, whatever the data, and has then come at
-# least a fiftieth of its way, with a momentum of up to 0.999.
+# The steps after which a moving variance can be compared. It begins at 1, whatever the data; after
+# these steps it has come at least a fiftieth of its way, with a momentum of up to 0.999.
 _SETTLED = 20
 
 
@@ -110,7 +110,7 @@ class RuinedVariance(Detector):
 
 
 def corrupted(found: list[Corrupted], prevention: str = "") -> Verdict | None:
-    """UNSTABLE for ruined state, if there is any, and what prevents it in layers."""
+    """Return UNSTABLE if any state is ruined; `prevention` is the advice for a layer's state."""
     if not found:
         return None
     first, more = found[0], len(found) - 1

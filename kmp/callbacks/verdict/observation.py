@@ -46,9 +46,9 @@ class Weight(NamedTuple):
         moves_rarely: whether an update leaves most of its numbers as they are, and moves the
             others by a whole unit in the last place: bfloat16 that is rounded at random, or half
             precision beside a float32 master.
-        network: path of the model inside the model that it belongs to, if a gradient of zeros can
-            mean there that the loss does not depend on that model; see `networks_of`.
-        is_empty: whether it holds no number, since an axis has size 0.
+        network: path of the nested model that it belongs to, if a gradient of zeros can mean that
+            the loss does not depend on that nested model; see `networks_of`.
+        is_empty: whether it holds no number because an axis has size 0.
     """
 
     layer: str
@@ -69,7 +69,7 @@ class Run:
 
     Attributes:
         first_loss: the loss of the first batch of this `fit`; None before the first look, NaN if
-            that was too late to know it.
+            the first look could not read it any more.
         first_norms: the norms of some of the weight matrices as this `fit` begins, by their paths.
     """
 
@@ -138,10 +138,11 @@ class Run:
         return moving_variances(self.model, layers)
 
     def remembered_gradients(self) -> dict[str, float]:
-        """By path of a weight, the l2 norm of the gradients that its slots hold; of some, or none.
+        """Return how large the gradients are that the optimizer's slots hold, by weight path.
 
-        It is that of the momentum, or, if that is larger, the root of the sum of the squares in the
-        velocity, as Keras calls both. SGD's momentum has the learning rate in it.
+        It is the l2 norm of the momentum slot or, if that is larger, the square root of the sum
+        over the velocity slot, which holds squares; the names are Keras's. SGD's momentum includes
+        the learning rate. Some weights may be missing, or all.
         """
         return remembered_gradients(self.model, self.optimizer)
 
@@ -184,7 +185,10 @@ class Observation:
 
     @property
     def is_epoch_end(self) -> bool:
-        """Whether an epoch has ended. All state is read then, which is too large otherwise."""
+        """Whether an epoch has ended.
+
+        Only then is all state read: it is too large to be read at every look.
+        """
         return self.losses is not None
 
     @functools.cached_property
@@ -278,7 +282,7 @@ class Observation:
 def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[str]:
     """The paths of the variables whose gradient is more than rounding errors.
 
-    Variables whose norm is small beside the largest in the same layer are left out.
+    Variables whose gradient norm is small compared with the largest in the same layer are left out.
     """
     norms = report.column("l2_norm")
     largest: dict[str, float] = {}
@@ -297,9 +301,9 @@ def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[s
 def networks_of(model: Any) -> dict[int, str]:
     """The path of the innermost model inside `model` for each of its layers, by the layers' ids.
 
-    Empty where a weight that the loss does not depend on has no gradient. In JAX's pure functions
-    it has one of zeros, which a target network, or a teacher behind `ops.stop_gradient`, has in
-    every step of a sound run.
+    Empty on backends where a weight that the loss does not depend on has no gradient at all. In
+    JAX's pure functions such a weight has a gradient of zeros. The weights of a target network, or
+    of a teacher behind `ops.stop_gradient`, have one in every step of a sound run.
     """
     nested = [x for x in layers_of(model)[1:] if isinstance(x, Model)]
     if backend.SEES_LOSS:
@@ -374,7 +378,7 @@ def remembered_gradients(model: Any, optimizer: Any) -> dict[str, float]:
 
 @backend.compiled
 def _norms_and_roots(values: Sequence[Tensor]) -> Tensor:
-    """float32[2, n]: of each tensor the l2 norm, and the root of the sum of its sizes."""
+    """float32[2, n]: each tensor's l2 norm, and the root of the sum of its absolute values."""
     sizes = [ops.abs(ops.cast(x, "float32")) for x in values]
     norms = [ops.sqrt(ops.sum(ops.square(x))) for x in sizes]
     return ops.stack([ops.stack(norms), ops.stack([ops.sqrt(ops.sum(x)) for x in sizes])])
@@ -428,9 +432,9 @@ def _is_torchs(variable: Any) -> bool:
 class Detector(abc.ABC):
     """One cause of a verdict: what it remembers, when it speaks, and its words.
 
-    A detector lives as long as the callback watches the same run, over several calls of `fit`. One
-    that is to begin anew with each of them remembers `look.fit_start`, and asks whether a look has
-    another, as `FrozenWeights` does.
+    A detector lives as long as the callback watches the same run, over several calls of `fit`. A
+    detector that must start over with each `fit` remembers `look.fit_start`, and checks whether a
+    look has a different one, as `FrozenWeights` does.
     """
 
     @abc.abstractmethod

@@ -14,14 +14,14 @@ from kmp.health.report import GradientReport
 from kmp.scaling.rules import DynamicLossScale
 
 _UNMOVED = 0.99  # share of a variable's gradients above which it counts as standing still
-_LOOKS, _STEPS = 3, 20  # so many in a row, so many steps apart: less says nothing
+_LOOKS, _STEPS = 3, 20  # looks in a row, over this many steps: fewer prove nothing
 _UNFELT = -7.0  # log10 of update over weight: below what float32 keeps of the norm
 _NEGLIGIBLE = 1e-6  # gradients below this share of the weights are rounding errors
 _CONVERGED = 0.01  # below this share of the largest gradient so far a run has arrived
 _FELT = 1e-6  # share of a weight that float32 does not round away
 _SMALL_RATE = 1e-7  # a learning rate that float32 weights of usual size round away
-_INSENSITIVE = 1e-4  # share of what losses differ by: a change of one by less is none
-_PATIENCE = 20  # batches between two steps of an optimizer that does step
+_INSENSITIVE = 1e-4  # share of what losses differ by: a smaller change of the loss is none
+_PATIENCE = 20  # the most batches between two steps of an optimizer that does step
 
 
 class _Still(NamedTuple):
@@ -36,10 +36,10 @@ class _Still(NamedTuple):
 class FrozenWeights(Detector):
     """STALLED: half of the weight matrices do not move although they have gradients.
 
-    A weight stands still if it has a gradient, not a negligible one, and is the same after the
-    update, or as good as the same. A run whose gradient has become small has converged. Where
-    nothing has moved since `fit` began, two looks are enough; they may be close together if the
-    learning rate is 0.
+    A weight stands still if its gradient is not negligible, and the update leaves it the same or
+    practically the same. A run whose gradient has become small has converged instead. If nothing
+    has moved since `fit` began, two looks are enough; they may be close together if the learning
+    rate is 0.
     """
 
     def __init__(self):
@@ -139,7 +139,7 @@ def _cause(look: Observation, still: _Still) -> tuple[str, str] | None:
         )
     if rate < _SMALL_RATE:
         return f"the learning rate is {rate:.2g}", "Raise it: float32 rounds such updates away."
-    if felt and not look.skips:  # else the skipped steps do, of which other detectors tell
+    if felt and not look.skips:  # if steps were skipped, that is why: other detectors report it
         return (
             f"at a learning rate of {rate:.2g} their gradients would move them",
             "Look at what holds them back: clipnorm, global_clipnorm, clipvalue, a constraint, or "
@@ -154,11 +154,12 @@ _HIGHEST = DynamicLossScale.max_scale  # by default
 class ZeroGradients(Detector):
     """STALLED: the gradients of half of the weights, biases aside, are exactly zero.
 
-    If all are, the output has nothing to do with the input any more, and at best a bias still
-    moves; but if all become zero that were not, as under a hinge loss, the run has arrived. Half of
-    them count as well, or a quarter that never had another gradient, unless something moves them
-    all the same, as experts that other batches call, or they are all of a network that the loss may
-    not depend on.
+    If all of them are zero, the output no longer depends on the input, and at best a bias still
+    moves. But if all gradients become zero that were not zero before, as under a hinge loss, the
+    run has converged. Half of the weights are enough, or a quarter if these never had another
+    gradient. A weight does not count if something moves it all the same, as with experts that
+    other batches call. Nor does it count if all weights of its network are like this and the loss
+    may not depend on that network.
     """
 
     def __init__(self):
@@ -274,11 +275,12 @@ def _was_moved(
 
 
 class InsensitiveLoss(Detector):
-    """STALLED: the loss hardly depends on the weights, and has not since the watch began.
+    """STALLED: the loss hardly depends on the weights, and never has since the watch began.
 
-    If all weights change by their own size, or by 1 if that is more, the loss changes by about the
-    product of these sizes and the gradients. Where that is a ten-thousandth of what the losses of
-    batches differ by, the gradients are rounding errors, or too small to get anywhere.
+    If each weight changes by its own size, or by 1 if that is more, the loss changes by about the
+    product of these sizes and the gradients. If that is less than a ten-thousandth of the spread
+    between the losses of batches, the gradients are rounding errors, or too small to achieve
+    anything.
     """
 
     def __init__(self):

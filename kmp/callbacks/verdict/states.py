@@ -52,19 +52,22 @@ class Verdict:
 
     ```
     HEALTHY      nothing to do
-    CALIBRATING  in the first 100 steps: the loss scale is being found, by overflows
+    CALIBRATING  the loss scale is being found, by overflows that began in the first 100 steps; up
+                 to step 200
     UNDERFLOW    float16 loses gradients at a scale that could be higher
-    UNSTABLE     overflows, gradients or updates are far more, or larger, than in sound training;
-                 or gradients hold inf or NaN though no layer computes in float16; or weights,
-                 moving statistics or the optimizer's own state hold inf or NaN, or one huge batch
-                 has ruined them, after which updates may be far too small; or after a batch with a
-                 huge loss the losses are higher, or the optimizer remembers it; or an epoch's loss
-                 is above that of the first batch, and weights or updates have become far too large
+    UNSTABLE     there are far more overflows, or far larger gradients or updates, than in sound
+                 training; or gradients hold inf or NaN though no layer computes in float16; or
+                 weights, moving statistics or the optimizer's own state hold inf or NaN, or one
+                 huge batch has ruined them, after which updates may be far too small; or losses
+                 are higher since a batch with a huge loss, or the optimizer remembers that batch;
+                 or an epoch's loss is above that of the first batch, and weights or updates have
+                 become far too large
     STALLED      the weights stand still, although there are gradients; or the optimizer takes no
-                 step, or nothing scales the loss; or all gradients of the
-                 weights, biases aside, are exactly zero; or there are no weights, or all are
-                 frozen, or half of them have decayed to nothing
-    COLLAPSED    gradients overflow although the loss scale cannot sink any more, or no scale helps
+                 step, or nothing scales the loss; or the loss hardly depends on the weights; or the
+                 gradients of half of the weights, biases aside, are exactly zero; or there are no
+                 weights, or all are frozen, or half of them have decayed to nothing
+    COLLAPSED    gradients overflow although the loss scale cannot fall any further, or no scale
+                 helps
     FORWARD-NAN  the loss itself is not finite: no loss scale can help
     ```
 
@@ -99,23 +102,25 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Where the verdict and the warnings of `kmp.callbacks.GradientHealth` turn.
+    """The thresholds of the verdict and the warnings of `kmp.callbacks.GradientHealth`.
 
     Args:
         min_grad_norm: float >= 0, the l2 norm below which the gradient of a variable is reported as
             vanishing; in true units (after division by the loss scale). Source: ours, as
             `max_grad_norm`.
         max_grad_norm: float > `min_grad_norm`, the l2 norm above which a gradient is exploding, in
-            true units. The run is UNSTABLE if the norm is also 100 times its smallest since step
-            100, or updates exceed `max_update_ratio`: some losses have large gradients throughout.
-        max_overflow_rate: float, share of skipped steps above which a run is UNSTABLE, after the
-            first 100 steps, among the last 500. At least 5 steps are needed as well, and five times
-            the share that the rule itself costs (about 1 / `growth_interval`) or, if that is less,
-            the middle between that share and 1. Overflows at the floor of the scale, to which no
-            growth leads, count from a share of 1 / 2000 on. Also the share of an epoch's steps
-            above which skipped ones are warned of. Source: ours.
-        max_update_ratio: float, norm of the update over norm of the weights, the median over
-            variables and ten looks, above which a run is UNSTABLE. Source: 0.001 is healthy
+            true units. That alone does not make the run UNSTABLE, because some losses have large
+            gradients throughout: the norm must also be 100 times its smallest since step 100, or
+            updates must exceed `max_update_ratio`.
+        max_overflow_rate: float, share of steps that overflow above which a run is UNSTABLE. It is
+            taken over the last 500 steps, without the first 100. There must also be at least 5
+            overflows, and more than five times the share that the rule itself causes (about 1 /
+            `growth_interval`) or, if that is less, more than the middle between that share and 1.
+            Overflows at the floor of the scale, which are not due to its growth, count from a share
+            of 1 / 2000 on. Also the share of an epoch's steps above which a warning says that steps
+            were skipped. Source: ours.
+        max_update_ratio: float, norm of the update over norm of the weights, above which a run is
+            UNSTABLE: the median over the weight matrices and ten looks. Source: 0.001 is healthy
             (CS231n); the two decades above it are ours.
         max_lost_share: float, share of a float16 variable's non-zero gradient that float16 rounds
             to zero, above which the run is in UNDERFLOW. Source: AdaLoss (Zhao et al. 2019), 1e-3.
@@ -123,11 +128,12 @@ class Limits:
             float16 variables, above which the run is in UNDERFLOW. A variable counts if its largest
             gradient, times the scale, is below 2**-17: there float16 keeps fewer bits than
             bfloat16. Source: ours.
-        spare_bits: float, how often the scale must be able to double for UNDERFLOW; otherwise a
-            higher scale would overflow (65504, Micikevicius et al. 2018). Source: ours.
+        spare_bits: float, how many times the scale must be able to double for UNDERFLOW; otherwise
+            a higher scale would overflow (65504, Micikevicius et al. 2018). Source: ours.
 
     Raises:
-        ValueError: if a number is negative, or no number, or `min_grad_norm` is not the smaller.
+        ValueError: if a value is negative or not a number, or `min_grad_norm` is not below
+            `max_grad_norm`.
 
     Example:
 
@@ -161,7 +167,7 @@ class Limits:
 
 
 def checked_limits(limits: Any) -> Limits:
-    """Return `limits`, or the defaults for None; raise ValueError if they are none."""
+    """Return `limits`, or the defaults for None; raise ValueError if it is not a `Limits`."""
     if limits is None:
         return Limits()
     if not isinstance(limits, Limits):
