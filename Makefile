@@ -8,6 +8,8 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compil
   --constraint constraints.txt
 CORE = tests/test_contract.py tests/test_faults.py
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+# On two cores a third process works while tests wait for the programs that they start.
+PYTEST_REST = $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
 PYTEST_OLDEST = $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal
 NARROW = "not wide and (not slow or quick)"
 # What `make test` runs compiles as users do, and so does the contract on all versions. The other
@@ -43,14 +45,13 @@ test: $(VENV)/test.stamp lint
 	KERAS_BACKEND=jax $(PYTEST) -m "core and not wide and not slow" $(CORE)
 
 # Every test: on TensorFlow and JAX, which share the further points of the grids; the core on PyTorch;
-# the contract and a sixth of the others on the oldest versions. CI runs this, in 90 minutes at most:
-# of the wide and slow tests a fifth rests each day, another one the next. What `make test` has just
-# run is left out.
+# the contract and a sixth of the others on the oldest versions. CI runs this. Of the wide and slow
+# tests a fifth rests each day, another one the next. What `make test` has just run is left out.
 test-all: test $(VENV)-oldest/stamp
 	$(QUICK) KERAS_BACKEND=jax $(PYTEST_OLDEST) -m first $(CORE) $(OLDEST)
-	$(REST) $(QUICK) KERAS_BACKEND=tensorflow $(PYTEST) --durations=25 -m "not first"
-	$(REST) $(QUICK) KERAS_BACKEND=jax $(PYTEST) --durations=25 -m "not core or wide or slow"
-	KERAS_BACKEND=torch $(PYTEST) --durations=25 -m $(NARROW) $(TORCH)
+	$(REST) $(QUICK) KERAS_BACKEND=tensorflow $(PYTEST_REST) -m "not first"
+	$(REST) $(QUICK) KERAS_BACKEND=jax $(PYTEST_REST) -m "not core or wide or slow"
+	KERAS_BACKEND=torch $(PYTEST_REST) -m $(NARROW) $(TORCH)
 	$(MAKE) test-pre-quick
 
 # Every test and every point of every grid on every backend, and the oldest versions: two hours,
