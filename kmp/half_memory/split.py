@@ -49,7 +49,8 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
     A weight that somebody else has assigned since has the remainder of another one. Then the result
     lies within half a unit in the last place of that weight, and splits into the same two parts:
-    zeros stay zeros but for 1e-40, and infinity stays infinity or is the largest float32.
+    zeros stay zeros but for 1e-40, and infinity stays infinity or is a float32 at
+    most half a unit below it.
 
     Args:
         weight: bfloat16[...].

@@ -25,6 +25,8 @@ class FakeQuantized(keras.Layer):
         kernel = round(kernel / step) * step          step = max |kernel[..., channel]| / 127
         inputs = round(clip(inputs, -range, range) / step) * step        step = range / 127
 
+    (127 is the largest integer of 8 bits; with fewer bits it is smaller.)
+
         after each training batch with finite inputs, until the observer is frozen:
             range = 0.99 * range + 0.01 * max |inputs|      (the first batch sets it)
 

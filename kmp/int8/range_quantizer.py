@@ -32,6 +32,7 @@ class RangeQuantizer(keras.quantizers.Quantizer):
 
         outputs = int8(round(clip(inputs, -max_abs, max_abs) * scale))      scale = 127 / max_abs
 
+    127 is the largest integer of 8 bits; with fewer `bits` it is smaller.
     Halves are rounded up, as Keras's `fake_quant_with_min_max_vars` rounds them in training.
 
     Args:

@@ -22,7 +22,7 @@ def output_layers(model: Any) -> list[Layer]:
     """The last layers with weights on the way to each output, and all layers after them.
 
     A softmax in float32 is of no use behind logits in half precision, so both count. Functional and
-    Sequential models are read as graphs; other models are called once with symbolic inputs. A model
+    Sequential models are read as graphs; other models are called with symbolic inputs. A model
     without `call`, as of a GAN, has the output layers of the models inside it. If none of this is
     possible, the layer with weights that was created last counts.
     """

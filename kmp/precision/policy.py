@@ -178,6 +178,8 @@ class Policy(DTypePolicy):
     def convert_input(self, x: Any, autocast: bool, dtype: DType) -> Any:
         """What Keras hands to a layer for `x`: a tensor, in the compute dtype if it has floats.
 
+        With `i=uncast` floats stay as they are, but for float64, which becomes float32.
+
         Args:
             x: argument of a layer's call, of any shape and dtype.
             autocast: whether the layer lets Keras cast.
