@@ -132,8 +132,10 @@ def diagnose(
         A `Diagnosis`; print it.
 
     Raises:
-        ValueError: the model is not built, not compiled, or not finite in float32; `policy` does
-            not compute in half precision; `target_sqnr` is no number.
+        TypeError: `model` is not a Keras model.
+        ValueError: the model is not built, has no `call`, is not compiled although `y` is given, or
+            has outputs in float32 that are not finite or not floats; `policy` does not compute in
+            half precision; `target_sqnr` is not a number.
 
     Example:
 

@@ -141,7 +141,9 @@ def locate_nonfinite(
         A `NonfiniteReport`; print it.
 
     Raises:
-        ValueError: the model is not built, or not compiled; `loss_scale` cannot be a loss scale.
+        TypeError: `model` is not a Keras model.
+        ValueError: the model is not built, has no `call`, or is not compiled although `y` is given;
+            `loss_scale` cannot be a loss scale.
 
     Example:
 

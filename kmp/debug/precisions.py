@@ -147,8 +147,9 @@ def compare_precisions(
         A `PrecisionReport`; print it.
 
     Raises:
-        ValueError: the model is not built, or not compiled; `policy` does not compute in half
-            precision, or the model does not run under it.
+        TypeError: `model` is not a Keras model.
+        ValueError: the model is not built, has no `call`, or is not compiled although `y` is given;
+            `policy` does not compute in half precision, or the model does not run under it.
 
     Example:
 

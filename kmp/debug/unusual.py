@@ -137,7 +137,9 @@ def explain_spike(
         A `SpikeExplanation`; print it.
 
     Raises:
-        ValueError: the model is not built, or not compiled; `ordinary` is no batch with targets.
+        TypeError: `model` is not a Keras model.
+        ValueError: the model is not built, has no `call`, or is not compiled; `ordinary` is not a
+            batch with targets.
 
     Example:
 

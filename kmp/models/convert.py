@@ -123,7 +123,9 @@ def to_mixed_precision(
     Raises:
         TypeError: if `model` is not a Keras model.
         ValueError: if the model is not built, has quantized layers or weights in float64, or could
-            not be called any more. Nothing is converted then.
+            not be called any more; if `policy` is a map with entries other than float32 and its
+            default; if the optimizer has state and cannot be made anew from its config for weights
+            of another dtype. Nothing is converted then.
 
     Example:
 
