@@ -188,7 +188,7 @@ def half_gradient(model: Any) -> Findings:
 def rounded_variables(model: Any) -> Findings:
     """Variables that a layer wants as they are, and that Keras rounds all the same on JAX."""
     for layer in model.layers:
-        if not isinstance(layer, Embedding) and _is_cast_first(layer):  # which returns it in half
+        if not isinstance(layer, Embedding) and _is_cast_first(layer):  # its rows become half
             names = ", ".join(v.name for v in cast_variables(layer))
             yield (
                 path_of(layer),
