@@ -42,6 +42,7 @@ _SUMS = ("gradient_accumulator", "average")
 REMAINDER, SHORT_REMAINDER, MASTER = "remainder", "short_remainder", "master"
 MASTER_WEIGHTS = (False, True, 24)
 _MOST_SETTINGS = 8  # that one optimizer's updates are compiled for, as in `torch.compile`
+_MOST_SELECTIONS = 8  # of weights that one step updates together, whose blocks are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,6 +390,8 @@ class _InBlocks:
         sizes = backend.block_sizes() or (0, 0)
         key = (*sizes, *(id(member) for member in members))
         if key not in self._blocks:
+            if len(self._blocks) == _MOST_SELECTIONS:
+                self._blocks.clear()
             self._blocks[key] = blocks_of(members, *sizes)
         return self._blocks[key]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import shutil
 
 import keras
@@ -13,6 +14,7 @@ from oracle import Run, few
 
 import kmp
 from kmp._backend import backend
+from kmp.half_memory.blocks import Block
 from kmp.half_memory.rounding import bits_from, key_of, random_bits, starts_of
 
 pytestmark = pytest.mark.gpu
@@ -207,6 +209,22 @@ def test_a_compiled_model_updates_weights_of_any_length_by_one_program(monkeypat
     for a, b in zip(programs, plain, strict=True):
         # Adam's first steps are 0.001 each; the compiled model rounds its gradients elsewhere.
         np.testing.assert_allclose(a, b, rtol=2.0**-6, atol=3e-3)
+
+
+@pytest.mark.only("torch")
+def test_steps_of_ever_other_weights_do_not_pile_up_blocks(monkeypatch):
+    """As where an expert that no token was sent to has no gradient."""
+    monkeypatch.setattr(backend, "block_sizes", lambda: (1000, 1000))
+    weights = [keras.Variable(np.ones(4), dtype="bfloat16", name=f"w{i}") for i in range(10)]
+    optimizer = kmp.scaled(keras.optimizers.SGD(0.5), "none")
+    optimizer.build(weights)
+    for i in range(30):
+        chosen = [w for j, w in enumerate(weights) if (i + 1) >> j % 5 & 1]
+        optimizer.apply([ops.ones(4, "bfloat16") for _ in chosen], chosen)
+    blocks = [each for each in gc.get_objects() if type(each) is Block]
+    assert 0 < sum(any(each.view.variable is w for w in weights) for each in blocks) <= 8
+    steps = sum((i + 1) & 1 for i in range(30))
+    np.testing.assert_array_equal(ops.convert_to_numpy(weights[0]), np.full(4, 1 - steps / 2))
 
 
 @pytest.mark.only("torch")
