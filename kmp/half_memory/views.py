@@ -245,18 +245,16 @@ class SplitView(Float32View):
 
     def write(self, value: Tensor) -> None:
         """Assign both parts."""
-        bits = self.rounding.bits(value, self) if self.at_random else self._nearest(value)
-        self._assign(value, bits)
+        self._assign(value, self.rounding.bits(value, self) if self.at_random else None)
 
     def restore(self, value: Tensor) -> None:
         """Assign both parts of a float32 value that was read elsewhere, at no step."""
-        self._assign(value, self._nearest(value))
+        self._assign(value, None)
 
-    def _nearest(self, value: Tensor) -> Tensor:
-        return ops.full(value.shape, _NEAREST, "int32")
-
-    def _assign(self, value: Tensor, bits: Tensor) -> None:
+    def _assign(self, value: Tensor, bits: Tensor | None) -> None:
         if self.remainder.dtype == "int8":
+            if bits is None:
+                bits = ops.full(value.shape, _NEAREST, "int32")
             value = round_to_24_bits(value, bits)
         weight, remainder = split(value, self.remainder.dtype)
         self._set("variable", weight)
