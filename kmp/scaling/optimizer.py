@@ -65,7 +65,8 @@ class LossScaleOptimizer(WrapsInner):
 
     Attributes:
         step_counter: int[], finite steps since the scale changed, if the strategy counts them.
-        skipped_steps: int32[], steps so far that were skipped, as overflows or spikes.
+        skipped_steps: int32[], steps so far that were skipped, as overflows or spikes; with
+            "drop_window" also the micro-batches after an overflow, up to the end of its window.
         skipped_spikes: int32[], steps so far that were left out as spikes; None without `spikes`.
         held_statistics: int32[], steps so far in which `kmp.protect` has held batch statistics;
             only with `spikes`.

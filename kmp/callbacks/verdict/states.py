@@ -120,8 +120,8 @@ class Limits:
             of 1 / 2000 on. Also the share of an epoch's steps above which a warning says that steps
             were skipped. Source: ours.
         max_update_ratio: float, norm of the update over norm of the weights, above which a run is
-            UNSTABLE: the median over the weight matrices and ten looks. Source: 0.001 is healthy
-            (CS231n); the two decades above it are ours.
+            UNSTABLE: the median over the weight matrices and ten looks. 0: no ratio is too large.
+            Source: 0.001 is healthy (CS231n); the two decades above it are ours.
         max_lost_share: float, share of a float16 variable's non-zero gradient that float16 rounds
             to zero, above which the run is in UNDERFLOW. Source: AdaLoss (Zhao et al. 2019), 1e-3.
         max_degraded_share: float, share below float16's smallest normal number, the mean of the
