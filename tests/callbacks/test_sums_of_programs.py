@@ -2,13 +2,14 @@
 
 import functools
 
-import jax
+import keras
 import numpy as np
 import pytest
-from jax import lax
-from jax import numpy as jnp
 
-from kmp._backend.jax.sums import sums_in_float32
+jax = pytest.importorskip("jax")
+if keras.backend.backend() == "jax":
+    from kmp._backend.jax.sums import sums_in_float32
+lax, jnp = jax.lax, jax.numpy
 
 pytestmark = pytest.mark.only("jax")
 ONES = 4096

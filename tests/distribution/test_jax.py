@@ -3,17 +3,18 @@
 import math
 import re
 
-import jax
 import keras
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from keras import ops
 from oracle import compilations
 
 import kmp
 from kmp.health import details
 from kmp.health.telemetry import COLUMNS
+
+jax = pytest.importorskip("jax")
+NamedSharding, PartitionSpec = jax.sharding.NamedSharding, jax.sharding.PartitionSpec
 
 pytestmark = [pytest.mark.only("jax"), pytest.mark.slow]
 
