@@ -174,6 +174,7 @@ def _with_inner(optimizer: LossScaleOptimizer, inner: Any) -> LossScaleOptimizer
         loss_scale=optimizer.loss_scale,
         on_overflow=optimizer.on_overflow,
         measure_gradients=optimizer.measure_gradients,
+        spikes=optimizer.spikes,
         **dataclasses.asdict(optimizer.half_memory),
     )
     new.measures_details = optimizer.measures_details

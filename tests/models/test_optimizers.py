@@ -55,6 +55,26 @@ def test_the_optimizer_is_wrapped_with_its_state():
     assert int(adam.iterations) == 3 and set(history) == {"loss", "mae"}
 
 
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
+def test_the_rule_that_skips_spikes_is_kept_with_its_state(policy):
+    model = sequential()
+    model.compile(kmp.scaled("adam", "none", spikes=kmp.SkipSpikes(factor=30)), "mse")
+    model.fit(X, X[:, :2], batch_size=1, epochs=20, verbose=0)
+
+    def remembered():
+        variables = model.optimizer.own_variables
+        return {v.name: float(keras.ops.max(v)) for v in variables if "spike" in v.name}
+
+    before = remembered()
+    assert before["spike_norms"] == 16 and before["spike_peak"] > 0
+    for each in (policy, "float32"):
+        kmp.to_mixed_precision(model, each)
+        assert model.optimizer.spikes == kmp.SkipSpikes(factor=30)
+        assert remembered() == before
+    model.fit(X * 1e4, X[:, :2], verbose=0)
+    assert int(model.optimizer.skipped_spikes) == 1
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
