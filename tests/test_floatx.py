@@ -112,6 +112,18 @@ def test_masters_in_float32(floatx, floatx_):
         np.testing.assert_array_equal(x, y)
 
 
+@quiet
+@pytest.mark.parametrize("floatx_", FLOATX)
+def test_spikes_are_counted_in_int32(floatx, floatx_):
+    arguments = ("float32", MODES[-1], "sgd", "restless")
+    expected, dtypes, _ = after_eight_steps(*arguments, spikes="skip")
+    floatx(floatx_)
+    state, found, _ = after_eight_steps(*arguments, spikes="skip")
+    assert found == dtypes
+    for x, y in zip(state, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 # Whole programs
 
 X = np.random.default_rng(0).integers(-8, 9, (64, 8)).astype("float32") / 8

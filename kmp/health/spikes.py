@@ -132,7 +132,8 @@ class SkipSpikes:
     def spend(self, spent: Tensor, spike: Tensor) -> Tensor:
         """Return int32[]: what is spent after a step, which was a `spike`, bool[], or not."""
         xp = np if isinstance(spent, ON_HOST) else ops
-        return xp.maximum(spent - 1, 0) + xp.where(spike, _REPLENISHES, 0)
+        costs = xp.where(spike, np.int32(_REPLENISHES), np.int32(0))  # whatever Keras's floatx is
+        return xp.maximum(spent - 1, 0) + costs
 
     def keeps_statistics(
         self, before: Tensor, after: Tensor, steps: Tensor, spent: Tensor
