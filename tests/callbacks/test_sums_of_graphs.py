@@ -19,6 +19,13 @@ KINDS = {
     ),
     "BiasAddGrad": lambda x: tf.raw_ops.BiasAddGrad(out_backprop=tf.reshape(x, (ONES, 1))),
     "Cumsum": lambda x: tf.cumsum(x)[-1],
+    "DepthwiseConv2dNativeBackpropFilter": lambda x: tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
+        input=tf.reshape(x, (1, 64, 64, 1)),
+        filter_sizes=(1, 1, 1, 1),
+        out_backprop=tf.ones((1, 64, 64, 1), x.dtype),
+        strides=(1, 1, 1, 1),
+        padding="VALID",
+    ),
     "Mean": lambda x: tf.reduce_mean(tf.reshape(x, (ONES, 1)), axis=0) * ONES,
     "ScatterNd": lambda x: tf.scatter_nd(tf.zeros((ONES, 1), "int32"), x, (1,)),
     "SegmentSum": lambda x: tf.math.segment_sum(x, tf.zeros(ONES, "int32")),
@@ -68,7 +75,12 @@ def test_all_ones_count(kind, dtype, mode):
     np.testing.assert_array_equal(tf.cast(gradient, "float32"), np.ones(ONES))
 
 
-EXACT = [("Sum", "bfloat16"), ("Mean", "bfloat16"), ("BiasAddGrad", "float16")]
+EXACT = [
+    ("Sum", "bfloat16"),
+    ("Mean", "bfloat16"),
+    ("BiasAddGrad", "float16"),
+    ("DepthwiseConv2dNativeBackpropFilter", "bfloat16"),
+]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in KINDS), *EXACT])

@@ -18,6 +18,7 @@ _SUMMANDS = {
     "AvgPool3D": (0,),
     "BiasAddGrad": (0,),
     "Cumsum": (0,),
+    "DepthwiseConv2dNativeBackpropFilter": (0, 2),
     "Mean": (0,),
     "ScatterNd": (1,),
     "SegmentSum": (0,),
@@ -26,7 +27,12 @@ _SUMMANDS = {
     "UnsortedSegmentSum": (0,),
 }
 # TensorFlow adds these up in float32 itself.
-_EXACT = {("BiasAddGrad", tf.float16), ("Mean", tf.bfloat16), ("Sum", tf.bfloat16)}
+_EXACT = {
+    ("BiasAddGrad", tf.float16),
+    ("DepthwiseConv2dNativeBackpropFilter", tf.bfloat16),
+    ("Mean", tf.bfloat16),
+    ("Sum", tf.bfloat16),
+}
 
 
 def sum_in_float32(graph: FuncGraph) -> None:
