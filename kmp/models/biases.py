@@ -35,7 +35,7 @@ def stalls_by_its_bias(layer: keras.Layer) -> bool:
     """
     if not isinstance(layer, _BIASED) or isinstance(layer, Float32OutputDense):
         return False
-    has_bias = layer.bias is not None and layer.trainable
+    has_bias = layer.built and layer.bias is not None and layer.trainable
     # One axis of more than 1 is all that counts: Keras has an operation of its own for a vector.
     return has_bias and _stalls(layer.compute_dtype, tuple(min(x, 2) for x in layer.bias.shape))
 

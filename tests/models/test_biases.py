@@ -3,6 +3,9 @@
 The oracle is the number of positions, each of which adds 1 to the gradient.
 """
 
+import pathlib
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -10,9 +13,13 @@ from keras import layers, ops
 
 import kmp
 from kmp._keras import path_of
+from kmp.models.biases import stalls_by_its_bias
 
 BACKEND = keras.backend.backend()
 POSITIONS = 4096
+# On such a CPU TensorFlow hands convolutions of bfloat16 to oneDNN, which adds up in float32.
+CPU = pathlib.Path("/proc/cpuinfo")
+MULTIPLIES_BFLOAT16 = CPU.exists() and re.search("avx512_bf16|amx_bf16", CPU.read_text())
 MODES = {"jax": [True], "tensorflow": ["auto", False, True], "torch": ["auto"]}[BACKEND]
 
 
@@ -76,7 +83,9 @@ def test_it_is_found_where_positions_are_lost(make, jit, policy):
     model = compiled(make, policy, jit)
     found = [each for each in found_in(model) if "its bias" in each.problem]
     got = moved(model)
-    if found:
+    if found and BACKEND == "tensorflow" and make is convolution and MULTIPLIES_BFLOAT16:
+        assert got == POSITIONS  # a false alarm; see docs/limits.md
+    elif found:
         assert got <= POSITIONS / 2
     else:
         assert abs(got / POSITIONS - 1) < 0.01
@@ -135,6 +144,27 @@ def test_models_without_biases_or_a_loss_are_none():
     for layer in model.layers[:2]:
         layer.bias = None
     assert not found_in(model)
+
+
+class _Unused(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.optional = layers.Dense(2)
+
+    def build(self, shape):
+        pass
+
+    def call(self, x):
+        return x
+
+
+def test_a_layer_that_is_never_called_has_none():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = keras.Sequential([keras.Input((32, 128, 2)), _Unused(), layers.Dense(1)])
+    model.compile(kmp.scaled("sgd"), "mse")
+    layer = model.layers[0]
+    assert not layer.optional.built and not stalls_by_its_bias(layer.optional)
+    assert not [each for each in found_in(model) if path_of(layer) in each.path]
 
 
 @pytest.mark.only("tensorflow", "jax")
