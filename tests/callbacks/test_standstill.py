@@ -309,6 +309,41 @@ def test_gradients_that_are_zero_in_sound_runs(norms, skips):
     assert not any(silence(reports, {"kernel": Weight("dense")}))
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "found"),
+    [
+        ([0.5, 0.0], [0.0, 0.0], False),
+        ([0.5, 0.0], [0.0, 0.1], True),
+        ([0.5, 0.0], [], True),  # nobody knows them
+        ([0.0, 0.0], [0.0, 0.0], True),  # sample weights of zero
+        ([-0.5, 0.5], [0.0, 0.0], True),  # a loss that was lower, as of a critic that has died
+    ],
+)
+def test_a_loss_that_is_zero_is_solved_if_it_was_above_before(first, last, found):
+    detector = ZeroGradients()
+    weights, losses = {"kernel": Weight("dense")}, [first, last, last, last]
+    looks = [
+        look_at(report(100 * i, 0.0), weights=weights, new_losses=x)
+        for i, x in enumerate(losses, start=1)
+    ]
+    assert bool([detector.see(look) for look in looks][-1]) == found
+
+
+@pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
+def test_a_hinge_loss_that_is_satisfied_within_the_first_epoch(loss):
+    random = np.random.default_rng(0)
+    y = np.sign(random.normal(size=(2000, 1))).astype("float32")
+    x = (0.05 * random.normal(size=(2000, 10)) + 0.3 * y).astype("float32")
+    keras.utils.set_random_seed(0)
+    hidden = keras.layers.Dense(32, "relu")
+    model = keras.Sequential([keras.Input((10,)), hidden, keras.layers.Dense(1)])
+    model.compile(kmp.scaled("adam", learning_rate=0.01), loss)
+    watch = kmp.callbacks.GradientHealth()
+    history = model.fit(x, y, batch_size=64, epochs=12, verbose=0, callbacks=[watch]).history
+    assert history["loss"][-1] == 0 < history["loss"][0]
+    assert watch.verdict.state == "HEALTHY" and set(map(str, history["verdict"])) == {"HEALTHY"}
+
+
 def test_only_biases_have_ever_had_a_gradient():
     """Two looks are enough then; where others had one before, three."""
     weights = {"kernel": Weight("dense"), "bias": Weight("dense", is_matrix=False)}

@@ -2,6 +2,7 @@
 
 import collections
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -155,16 +156,17 @@ class ZeroGradients(Detector):
     """STALLED: the gradients of half of the weights, biases aside, are exactly zero.
 
     If all of them are zero, the output no longer depends on the input, and at best a bias still
-    moves. But if all gradients become zero that were not zero before, as under a hinge loss, the
-    run has converged. Half of the weights are enough, or a quarter if these never had another
-    gradient. A weight does not count if something moves it all the same, as with experts that
-    other batches call. Nor does it count if all weights of its network are like this and the loss
-    may not depend on that network.
+    moves. But if all gradients become zero that were not zero before, as under a hinge loss, or all
+    losses become zero that were above it before, the run has converged. Half of the weights are
+    enough, or a quarter if these never had another gradient. A weight does not count if something
+    moves it all the same, as with experts that other batches call. Nor does it count if all weights
+    of its network are like this and the loss may not depend on that network.
     """
 
     def __init__(self):
         self._skipped = 0
         self._had_gradients = False
+        self._losses = math.inf, -math.inf  # the lowest and the highest so far
         self._spoke: set[str] = set()  # weights that had a gradient
         self._heard: set[str] = set()  # networks that had a gradient
         self._first: dict[str, tuple[int, int]] = {}  # look and step at which a silence began
@@ -206,7 +208,8 @@ class ZeroGradients(Detector):
         report = look.report
         skips = report.skipped_steps - self._skipped
         self._skipped = report.skipped_steps
-        paths = [] if skips else self._watched(look)
+        is_solved = self._is_solved(look.new_losses)
+        paths = [] if skips or is_solved else self._watched(look)
         if not paths:
             return None
         self._looks += 1
@@ -221,6 +224,12 @@ class ZeroGradients(Detector):
             return None
         index, step = max(self._first[path] for path in long)
         return _Still(long, len(paths), self._looks - index + 1, report.step - step)
+
+    def _is_solved(self, losses: Sequence[float]) -> bool:
+        """Whether all losses since the last look are zero, the least that there is."""
+        lowest, highest = self._losses
+        self._losses = min(lowest, *losses, math.inf), max(highest, *losses, -math.inf)
+        return bool(losses) and not any(losses) and lowest >= 0 and highest > 0
 
     def _watched(self, look: Observation) -> list[str]:
         """The weights that have a gradient, if only of zeros, in networks that once had another."""
