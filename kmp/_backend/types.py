@@ -92,6 +92,7 @@ class Operation(NamedTuple):
             "wave": their sine or cosine;
             "add": their sums;
             "subtract": their differences;
+            "remainder": what a division leaves of them;
             "square": the square of each;
             "sum": their sums along axes;
             "sum by index": the sums of those that have the same index, one added after the other;

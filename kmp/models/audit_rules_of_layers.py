@@ -14,6 +14,7 @@ from kmp.layers import Float32OutputDense
 from kmp.models.constants import LostConstant, lost_constants
 from kmp.models.indices import (
     ANGLES,
+    DISTANCES,
     EQUALS,
     INDICES,
     LESS_GRAVE,
@@ -21,6 +22,7 @@ from kmp.models.indices import (
     RAW_INPUTS,
     Rounding,
     normalizes,
+    of_activations,
     roundings,
     whole_numbers,
 )
@@ -75,8 +77,10 @@ def activity_regularizer(model: Model) -> Findings:
 
 def half_preprocessing(program: Program) -> Findings:
     """Raw inputs, such as pixels or prices, may be beyond the range of half precision."""
-    for layer in half_layers(program.model):
-        if is_preprocessing(layer) and rounds_raw_inputs(layer):
+    candidates = [x for x in half_layers(program.model) if is_preprocessing(x)]
+    hidden = of_activations(program) if candidates else set()
+    for layer in candidates:
+        if rounds_raw_inputs(layer) and id(layer) not in hidden:
             yield (
                 path_of(layer),
                 f"its raw inputs are cast to {layer.compute_dtype} before it sees them.",
@@ -93,7 +97,7 @@ def half_preprocessing(program: Program) -> Findings:
 
     for each in _roundings(program, *LESS_GRAVE):
         dtype = each.layer.compute_dtype
-        what = "their mean" if each.why == NORMALIZED else "something"
+        what = "their mean" if each.why == NORMALIZED else "something, or a multiple of it,"
         yield (
             path_of(each.layer),
             f"it casts raw inputs to {dtype} before {what} is subtracted. What is left of numbers "
@@ -111,14 +115,14 @@ def half_preprocessing(program: Program) -> Findings:
 
 
 def half_indices(program: Program) -> Findings:
-    """Indices and positions that a layer rounds before something is looked up, or a sine taken."""
-    for each in _roundings(program, INDICES, ANGLES):
+    """Indices and positions that a layer rounds before it looks up, subtracts or takes a sine."""
+    for each in _roundings(program, INDICES, ANGLES, DISTANCES):
         dtype = each.layer.compute_dtype
-        what, then = (
-            ("indices", "beyond, others are looked up in their place.")
-            if each.why == INDICES
-            else ("positions", "their sine is that of others.")
-        )
+        what, then = {
+            INDICES: ("indices", "beyond, others are looked up in their place."),
+            ANGLES: ("positions", "their sine is that of others."),
+            DISTANCES: ("positions", "their differences are those of others."),
+        }[each.why]
         yield (
             path_of(each.layer),
             f"it casts {what} to {dtype}, which holds every whole number only up to "

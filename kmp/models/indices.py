@@ -35,6 +35,7 @@ from kmp.precision.trees import HALF_DTYPES
 
 INDICES = "carries indices"
 ANGLES = "carries angles or times: their sine is taken"
+DISTANCES = "carries positions: their differences are taken"
 RAW_INPUTS = "hands raw inputs to preprocessing layers"
 NORMALIZED = "carries raw inputs that are normalized"
 DIFFERENCES = "carries raw inputs that something is subtracted from"
@@ -43,7 +44,7 @@ INSIDE = "mixes indices with what the layers in it return"
 NEEDS_INTEGERS = "rounds float indices: pass integers"  # its code mixes what it gets with half
 # Under these half precision rounds numbers, and may keep enough of them.
 LESS_GRAVE = (NORMALIZED, DIFFERENCES)
-REASONS = (INDICES, ANGLES, RAW_INPUTS, EQUALS, *LESS_GRAVE, NEEDS_INTEGERS)
+REASONS = (INDICES, ANGLES, DISTANCES, RAW_INPUTS, EQUALS, *LESS_GRAVE, NEEDS_INTEGERS)
 # These count only for layers without weights: the code of others would mix float32 with weights.
 _OF_PLAIN_CODE = (EQUALS, DIFFERENCES)
 
@@ -107,6 +108,18 @@ def roundings(program: Program, certain: bool = False) -> list[Rounding] | None:
     return list(found.values())
 
 
+def of_activations(program: Program) -> set[int]:
+    """The ids of preprocessing layers that get nothing but what trained layers have made."""
+    raw: set[int] = set()
+    made: set[int] = set()
+    for operations in program.operations:
+        weighted = reached(operations or [], labelled(operations or [], WEIGHT))
+        for each in operations or ():
+            if (call := call_of(each)) and received(each) and is_preprocessing(call.layer):
+                (made if weighted.issuperset(each.inputs) else raw).add(id(call.layer))
+    return made - raw
+
+
 def whole_numbers(dtype: str) -> int:
     """The number up to which a half precision holds every whole number."""
     return round(2 / formats[dtype].eps)
@@ -129,6 +142,8 @@ def _roundings(operations: list[Operation], unknown: list[Value], certain: bool)
     needed: dict[str, set[Value]] = {}
     for why, consumer, value in _consumed(operations, known):
         path = _leading_to(operations, [value], known)
+        if why == DISTANCES and _counts_at_most(operations, path, 1):
+            continue  # half precision holds them all
         if not (certain and _may_be_right(operations, path, consumer, why)):
             needed.setdefault(why, set()).update(path)
     for why in sorted(needed, key=lambda why: why in LESS_GRAVE):
@@ -158,6 +173,7 @@ def _consumed(
     inputs = reached(operations, labelled(operations, INPUT))
     sequences = [x for each in operations if each.kind == "sequence" for x in each.outputs]
     several = (reached(operations, sequences) | inputs) & known
+    counted = reached(operations, filter(_is_index, sequences))
     numbers = _other_than_0(operations)
     for each in operations:
         for x in {x for x in each.inputs if x in known and x.dtype in FLOATS}:
@@ -170,7 +186,9 @@ def _consumed(
                 yield EQUALS, each, x
             elif each.kind == "wave":
                 yield ANGLES, each, x
-            elif each.kind == "subtract" and x in inputs:
+            elif each.kind == "subtract" and x in counted - inputs:
+                yield DISTANCES, each, x
+            elif each.kind in ("subtract", "remainder") and x in inputs:
                 yield DIFFERENCES, each, x
             elif x not in inputs:
                 continue
@@ -217,16 +235,28 @@ def _may_be_right(
     Angles of positions that are counted are wrong by up to a quarter where these go beyond a
     quarter of the whole numbers that half precision holds.
     """
-    if why == DIFFERENCES:  # 1 - x, where x is a mask
+    if why == DIFFERENCES:
+        if consumer.kind == "remainder":
+            return False
+        # 1 - x, where x is a mask
         return len(consumer.inputs) < 2 or any(x.is_one_number for x in consumer.inputs)
-    if why != ANGLES:
-        return why != EQUALS and _holds_all(operations, path, consumer)
+    if why == ANGLES:
+        return _counts_at_most(operations, path, 0.25)
+    return why not in (EQUALS, DISTANCES) and _holds_all(operations, path, consumer)
+
+
+def _counts_at_most(operations: list[Operation], path: set[Value], share: float) -> bool:
+    """Whether positions, where a layer counts them, go up to a share of the whole numbers at most.
+
+    Of those that half precision holds. What is not counted, or of a length that is not known, is
+    not looked at.
+    """
     counted = [
         x for each in operations if each.kind == "sequence" for x in each.outputs if _is_index(x)
     ]
     sizes = [n for x in path.intersection(counted) for n in x.shape or () if n is not None]
     halves = {x.dtype for x in path} & set(HALF_DTYPES)
-    return all(max(sizes, default=0) <= whole_numbers(half) // 4 for half in halves)
+    return all(max(sizes, default=0) <= whole_numbers(half) * share for half in halves)
 
 
 def _holds_all(operations: list[Operation], path: set[Value], consumer: Operation) -> bool:

@@ -77,6 +77,20 @@ def test_half_preprocessing():
     assert kinds_of(model) == ["half preprocessing"]
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_activations_are_no_raw_inputs(policy):
+    """As where a residual block scales what it adds."""
+    keras.config.set_dtype_policy(policy)
+    inputs = x = keras.Input((8,))
+    for raw in (False, True):
+        scaled = keras.layers.Rescaling(0.25)(inputs if raw else keras.layers.Dense(8)(x))
+        x = keras.layers.Add()([x, scaled])
+    model = keras.Model(inputs, keras.layers.Dense(8, dtype="float32")(x))
+    (finding,) = kmp.audit(model).of_kind("half preprocessing")
+    (_, raw) = [layer for layer in model.layers if isinstance(layer, keras.layers.Rescaling)]
+    assert finding.path == path_of(raw)
+
+
 RAW = {
     "bins": lambda: layers.Discretization(bin_boundaries=list(np.arange(2048.5, 2060.0))),
     "tokens": lambda: layers.CategoryEncoding(num_tokens=3000, output_mode="multi_hot"),

@@ -3,6 +3,8 @@
 The oracle is the float32 model: it looks up the rows that it is given, which is tried first.
 """
 
+import itertools
+
 import carriers
 import keras
 import kinds
@@ -296,6 +298,8 @@ class Counts(layers.Layer):
         positions = ops.cast(self.count(x), x.dtype)
         if self.use == "waves":
             return x + ops.sin(positions)
+        if self.use == "distances":
+            return x + ops.pad(positions[1:] - positions[:-1], [(1, 0)])
         return x + self.table(ops.cast(positions, "int32"))[:, 0]
 
 
@@ -304,11 +308,19 @@ def counting(count, use, size=3000, **options):
     return keras.Model(inputs, layers.Dense(1)(Counts(count, use, **options)(inputs)))
 
 
-@pytest.mark.parametrize("use", ["waves", "rows"])
-@pytest.mark.parametrize("count", COUNTED)
+USES = {
+    "waves": np.sin(np.arange(3000)),
+    "rows": np.arange(3000) % 7 - 3.0,
+    "distances": np.sign(np.arange(3000)),
+}
+
+
+@pytest.mark.parametrize(
+    ("count", "use"),
+    [*itertools.product(COUNTED, ["waves", "rows"]), ("range", "distances")],
+)
 def test_positions_that_a_layer_counts_are_not_rounded(count, use):
-    x = np.zeros((1, 3000), "float32")
-    expected = np.sin(np.arange(3000)) if use == "waves" else np.arange(3000) % 7 - 3.0
+    x, expected = np.zeros((1, 3000), "float32"), USES[use]
     for policy in HALVES:
         model = counting(count, use)
         kmp.to_mixed_precision(model, policy)
@@ -317,13 +329,20 @@ def test_positions_that_a_layer_counts_are_not_rounded(count, use):
         assert kmp.audit(model).of_kind("half indices") == ()
 
 
-@pytest.mark.parametrize("use", ["waves", "rows"])
+@pytest.mark.parametrize("use", USES)
 def test_positions_that_are_rounded_are_named(use):
     keras.config.set_dtype_policy("mixed_float16")
     (finding,) = kmp.audit(counting("range", use)).of_kind("half indices")
     assert "only up to 2048" in finding.problem
     for sound in (counting("range", use, 200), counting("range", use, dtype="float32")):
         assert kmp.audit(sound).of_kind("half indices") == ()
+
+
+def test_few_positions_that_are_subtracted_cost_no_half_precision():
+    """Half precision holds them all, and their differences."""
+    model = counting("range", "distances", 2048)
+    kmp.to_mixed_precision(model, "mixed_float16")
+    assert model.layers[1].compute_dtype == "float16"
 
 
 # Masks by a number
@@ -393,6 +412,7 @@ SUBTRACTED = {
     "layer normalization": lambda: beside_2000(layers.LayerNormalization(epsilon=50.0)),
     "group normalization": lambda: beside_2000(layers.GroupNormalization(1, epsilon=50.0)),
     "a list": lambda: [layers.Lambda(lambda x: (x - ops.cast([2010.0] * 2, x.dtype)) / 9)],
+    "a multiple": lambda: [layers.Lambda(lambda x: ops.mod(x, 64.0) / 9)],
     "each other": lambda: beside_2000(layers.Lambda(lambda x: x[:, :1] - x[:, 1:])),
 }
 BY_A_NUMBER = lambda: [layers.Lambda(lambda x: (x - 2010) / 9)]  # noqa: E731

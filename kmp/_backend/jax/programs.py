@@ -18,6 +18,7 @@ _NAMES = {
     "move": "broadcast_in_dim concatenate copy dynamic_slice pad reshape rev select_n slice split "
     "squeeze transpose",
     "note": "name",
+    "remainder": "rem",
     "sequence": "iota",
     "square": "square",
     "subtract": "sub",

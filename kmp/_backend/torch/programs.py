@@ -19,6 +19,7 @@ _NAMES = {
     "move": "_unsafe_view alias cat clamp clone constant_pad_nd detach empty_like expand flip "
     "gather index_select permute repeat scatter select slice split squeeze stack t transpose "
     "unbind unsqueeze view where",
+    "remainder": "fmod remainder",
     "sequence": "arange",
     "square": "square",
     "subtract": "rsub sub",
