@@ -125,6 +125,10 @@ class Rebuilding:
                 each.exclude_from_weight_decay(**which)
         if by_kmp:
             return _with_inner(optimizer, inner)
+        if is_loss_scale_optimizer(optimizer):  # Keras's own
+            return LossScaleOptimizer(
+                inner, optimizer.initial_scale, optimizer.dynamic_growth_steps
+            )
         if not half:
             return inner
         # Nobody else is known to scale the loss of an optimizer that `compile` was not given.
@@ -204,3 +208,6 @@ def _copy_state(old: Any, new: Any, exact: dict[int, Tensor]) -> None:
                 target.assign(own[target.name])
     else:
         new.steps.assign(ops.copy(steps_of(inner)))  # on JAX the inner one has that buffer now
+        if is_loss_scale_optimizer(old):
+            new.scale_variable.assign(ops.copy(old.dynamic_scale))
+            new.step_counter.assign(ops.copy(old.step_counter))

@@ -55,6 +55,24 @@ def test_the_optimizer_is_wrapped_with_its_state():
     assert int(adam.iterations) == 3 and set(history) == {"loss", "mae"}
 
 
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:Weights in float16")
+def test_kerass_scale_goes_on_where_it_was(policy):
+    model = sequential()
+    inner = keras.optimizers.SGD(0.01, momentum=0.9)
+    arguments = {"initial_scale": 256.0, "dynamic_growth_steps": 10}
+    model.compile(keras.optimizers.LossScaleOptimizer(inner, **arguments), "mse")
+    batch = np.tile(X, (3, 1))[:16]
+    model.fit(batch, batch[:, :2], batch_size=1, verbose=0)
+    before = float(model.optimizer.dynamic_scale), int(model.optimizer.step_counter)
+    assert before == (512.0, 6)
+    kmp.to_mixed_precision(model, policy)
+    optimizer = model.optimizer
+    assert (float(optimizer.dynamic_scale), int(optimizer.step_counter)) == before
+    assert optimizer.loss_scale == kmp.DynamicLossScale(256.0, growth_interval=10)
+    assert int(optimizer.iterations) == int(optimizer.steps) == 16
+
+
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
 def test_the_rule_that_skips_spikes_is_kept_with_its_state(policy):
     model = sequential()
