@@ -1,6 +1,7 @@
 """What several tests share: answers that use none of kmp's code, and the ways to run a function."""
 
 import contextlib
+import pathlib
 
 import keras
 import numpy as np
@@ -18,6 +19,15 @@ COMPILED_MODES = [mode for mode in MODES if mode != "eager"]
 def few(values, *kept):
     """Parameters of a test: `make test` runs those in `kept`, `make test-all` the others too."""
     return [x if x in kept else pytest.param(x, marks=pytest.mark.wide) for x in values]
+
+
+def may_leave_convolutions_to_onednn():
+    """Whether TensorFlow may have oneDNN compute those in bfloat16, which adds up in float32.
+
+    It does so on some CPUs with AVX-512.
+    """
+    cpu = pathlib.Path("/proc/cpuinfo")
+    return BACKEND == "tensorflow" and cpu.exists() and "avx512f" in cpu.read_text()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from oracle import may_leave_convolutions_to_onednn
 
 import kmp
 
@@ -129,6 +130,8 @@ def test_all_positions_count(make, policy, jit):
 
 @pytest.mark.parametrize("make", [convolution, dense, activations, table_of_columns])
 def test_keras_still_loses_most(make):
+    if make is convolution and may_leave_convolutions_to_onednn():
+        pytest.skip("oneDNN's convolutions of bfloat16 add up in float32")
     jit = BACKEND == "jax"
     assert moved(make, callbacks=False, jit=jit)[-1] <= ONES / 4
 
