@@ -186,7 +186,7 @@ def _consumed(
                 yield EQUALS, each, x
             elif each.kind == "wave":
                 yield ANGLES, each, x
-            elif each.kind == "subtract" and x in counted - inputs:
+            elif each.kind == "subtract" and x in counted and x not in inputs:
                 yield DISTANCES, each, x
             elif each.kind in ("subtract", "remainder") and x in inputs:
                 yield DIFFERENCES, each, x
