@@ -24,10 +24,14 @@ def few(values, *kept):
 def may_leave_convolutions_to_onednn():
     """Whether TensorFlow may have oneDNN compute those in bfloat16, which adds up in float32.
 
-    It does so on some CPUs with AVX-512.
+    It does so on CPUs with AVX-512, unless oneDNN is switched off.
     """
+    if BACKEND != "tensorflow":
+        return False
+    from tensorflow.python.util import _pywrap_util_port as built
+
     cpu = pathlib.Path("/proc/cpuinfo")
-    return BACKEND == "tensorflow" and cpu.exists() and "avx512f" in cpu.read_text()
+    return built.IsMklEnabled() and cpu.exists() and "avx512f" in cpu.read_text()
 
 
 @contextlib.contextmanager

@@ -130,10 +130,10 @@ def test_all_positions_count(make, policy, jit):
 
 @pytest.mark.parametrize("make", [convolution, dense, activations, table_of_columns])
 def test_keras_still_loses_most(make):
-    if make is convolution and may_leave_convolutions_to_onednn():
-        pytest.skip("oneDNN's convolutions of bfloat16 add up in float32")
     jit = BACKEND == "jax"
-    assert moved(make, callbacks=False, jit=jit)[-1] <= ONES / 4
+    got = moved(make, callbacks=False, jit=jit)[-1]
+    is_exact = make is convolution and may_leave_convolutions_to_onednn() and got == ONES
+    assert is_exact or got <= ONES / 4
 
 
 def test_an_optimizer_that_scales_nothing_has_them_too():
