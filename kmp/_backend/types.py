@@ -89,6 +89,7 @@ class Operation(NamedTuple):
             "sequence": several numbers that come from nowhere (a range, an array in the code);
             "cast": numbers become those of another dtype;
             "equal": they are compared for being the same;
+            "order": they are compared for which is larger;
             "wave": their sine or cosine;
             "add": their sums;
             "subtract": their differences;

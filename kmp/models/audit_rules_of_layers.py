@@ -19,6 +19,7 @@ from kmp.models.indices import (
     INDICES,
     LESS_GRAVE,
     NORMALIZED,
+    ORDERED,
     RAW_INPUTS,
     Rounding,
     normalizes,
@@ -105,7 +106,7 @@ def half_preprocessing(program: Program) -> Findings:
             _advice_to_keep_inputs(each),
         )
 
-    for each in _roundings(program, EQUALS):
+    for each in _roundings(program, EQUALS, ORDERED):
         yield (
             path_of(each.layer),
             f"it casts raw inputs to {each.layer.compute_dtype} before it compares them with a "

@@ -81,7 +81,8 @@ def audit(model: keras.Model) -> AuditReport:
     - `"half metric"`: functions that Keras evaluates in the outputs' half precision;
     - `"activity regularizer"`: Keras sums it in half precision, and `fit` raises on TensorFlow;
     - `"half preprocessing"`: raw inputs are cast to half precision before they are normalized, or
-      compared with a number, such as the value of a `Masking`;
+      compared with a number, such as the value of a `Masking` or a threshold beyond the whole
+      numbers that half precision holds;
     - `"half indices"`: a layer casts float indices to half precision before an `Embedding`, a
       one-hot vector or a table takes them. If a model is not a graph of layers, nobody knows
       whether its indices come as floats or integers; the cast is found where they come in one

@@ -85,12 +85,12 @@ def to_mixed_precision(
       cast to integers may get its indices as floats, through a `Reshape`, a `Lambda` or a layer of
       your own, and half precision would round them there. The same goes for positions that a layer
       counts itself, and for three kinds of raw inputs: those that a layer such as `Masking`
-      compares with a number other than 0; those on their way to a preprocessing layer; and those
-      from which something is subtracted: their mean by a `BatchNormalization`, or anything by a
-      layer without weights. Any other such layer that has weights, or is the model itself, computes
-      in half precision all the same, but on inputs that are not cast: the report says `i=uncast`.
-      If its code mixes dtypes that TensorFlow does not multiply, it stays in float32 with the
-      layers in it;
+      compares with a number other than 0 or with each other; those on their way to a preprocessing
+      layer; and those from which something is subtracted: their mean by a `BatchNormalization`, or
+      anything by a layer without weights. Any other such layer that has weights, or is the model
+      itself, computes in half precision all the same, but on inputs that are not cast: the report
+      says `i=uncast`. If its code mixes dtypes that TensorFlow does not multiply, it stays in
+      float32 with the layers in it;
     - layers that `filter_fn` excludes, with all layers inside them.
 
     Normalization layers and layers with state of their own, such as moving averages, compute in

@@ -40,13 +40,14 @@ RAW_INPUTS = "hands raw inputs to preprocessing layers"
 NORMALIZED = "carries raw inputs that are normalized"
 DIFFERENCES = "carries raw inputs that something is subtracted from"
 EQUALS = "compares raw inputs with a number"
+ORDERED = "compares raw inputs with a threshold or each other"
 INSIDE = "mixes indices with what the layers in it return"
 NEEDS_INTEGERS = "rounds float indices: pass integers"  # its code mixes what it gets with half
 # Under these half precision rounds numbers, and may keep enough of them.
 LESS_GRAVE = (NORMALIZED, DIFFERENCES)
-REASONS = (INDICES, ANGLES, DISTANCES, RAW_INPUTS, EQUALS, *LESS_GRAVE, NEEDS_INTEGERS)
+REASONS = (INDICES, ANGLES, DISTANCES, RAW_INPUTS, EQUALS, ORDERED, *LESS_GRAVE, NEEDS_INTEGERS)
 # These count only for layers without weights: the code of others would mix float32 with weights.
-_OF_PLAIN_CODE = (EQUALS, DIFFERENCES)
+_OF_PLAIN_CODE = (EQUALS, ORDERED, DIFFERENCES)
 
 _LOOKUPS = (
     keras.layers.CategoryEncoding,
@@ -184,6 +185,8 @@ def _consumed(
                 yield INDICES, each, x
             elif each.kind == "equal" and x in inputs and numbers.intersection(each.inputs):
                 yield EQUALS, each, x
+            elif each.kind == "order" and x in inputs and _is_order(each, x, numbers | several):
+                yield ORDERED, each, x
             elif each.kind == "wave":
                 yield ANGLES, each, x
             elif each.kind == "subtract" and x in counted and x not in inputs:
@@ -197,6 +200,12 @@ def _consumed(
                     yield INDICES if isinstance(call.layer, _LOOKUPS) else RAW_INPUTS, each, x
                 elif normalizes(call.layer):
                     yield NORMALIZED, each, each.outputs[0]  # which Keras has cast
+
+
+def _is_order(operation: Operation, value: Value, compared: set[Value]) -> bool:
+    """Whether the order of a value and any of these is asked for, or of the operation's own."""
+    others = {x for x in operation.inputs if x is not value}
+    return not others or not compared.isdisjoint(others)
 
 
 def _other_than_0(operations: list[Operation]) -> set[Value]:
@@ -240,9 +249,18 @@ def _may_be_right(
             return False
         # 1 - x, where x is a mask
         return len(consumer.inputs) < 2 or any(x.is_one_number for x in consumer.inputs)
+    if why == ORDERED:
+        return not any(_beyond_whole_numbers(x, path) for x in consumer.inputs)
     if why == ANGLES:
         return _counts_at_most(operations, path, 0.25)
     return why not in (EQUALS, DISTANCES) and _holds_all(operations, path, consumer)
+
+
+def _beyond_whole_numbers(constant: Value, path: set[Value]) -> bool:
+    """Whether half precision rounds whole numbers as large as a constant."""
+    halves = {x.dtype for x in path} & set(HALF_DTYPES)
+    number = abs(constant.number or 0)
+    return any(number > whole_numbers(half) for half in halves)
 
 
 def _counts_at_most(operations: list[Operation], path: set[Value], share: float) -> bool:

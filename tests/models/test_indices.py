@@ -386,6 +386,62 @@ def functional_mask(layer):
     return keras.Model(inputs, layers.Dense(8, dtype="float32")(pooled))
 
 
+# Thresholds
+
+PRICES = np.arange(990, 1010, dtype="float32")[:, None]  # 992 to 1008 are three in bfloat16
+EDGES = [500.0, 1000.0]
+
+
+def as_edges(x):
+    return ops.convert_to_tensor(EDGES, dtype=x.dtype)
+
+
+ORDERS = {
+    "at least": lambda x: ops.where(x >= 1000, 1, 0),
+    "less": lambda x: ops.where(ops.less(x, 1000.0), 1, 0),
+    "each of several": lambda x: ops.sum(ops.where(x >= as_edges(x), 1, 0), axis=-1, keepdims=True),
+    "bins": lambda x: ops.digitize(x, EDGES),
+    "places": lambda x: ops.searchsorted(as_edges(x), x[:, 0], side="right")[:, None],
+    "each other": lambda x: ops.where(x > ops.flip(x, axis=0), 1, 0),
+}
+
+
+class Ordered(layers.Layer):
+    def __init__(self, name, **kwargs):
+        super().__init__(**kwargs)
+        self.name_of_order = name
+
+    def call(self, x):
+        return ops.cast(ORDERS[self.name_of_order](x), self.compute_dtype)
+
+
+def of_prices(name, **kwargs):
+    last = layers.Dense(1, kernel_initializer="identity", dtype="float32")
+    return keras.Sequential([layers.Input((1,)), Ordered(name, **kwargs), last])
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_raw_inputs_are_not_rounded_before_their_order_is_asked_for(name):
+    model = of_prices(name)
+    exact = ops.convert_to_numpy(model(PRICES))
+    assert len(np.unique(exact)) == 2
+    report = kmp.to_mixed_precision(model, "mixed_bfloat16")
+    assert "compares raw inputs with a threshold or each other" in report.kept.values()
+    np.testing.assert_array_equal(ops.convert_to_numpy(model(PRICES)), exact)
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    rounded = of_prices(name)
+    assert (ops.convert_to_numpy(rounded(PRICES)) != exact).any()
+    assert bool(rounded_inputs(rounded)) == (name in ("at least", "less"))
+    advised = of_prices(name, dtype="float32")
+    assert rounded_inputs(advised) == []
+    np.testing.assert_array_equal(ops.convert_to_numpy(advised(PRICES)), exact)
+
+
+def test_half_precision_holds_whole_numbers_around_a_small_threshold():
+    keras.config.set_dtype_policy("mixed_float16")
+    assert rounded_inputs(of_prices("at least")) == []  # whole numbers up to 2048
+
+
 # Raw inputs that something is subtracted from
 
 YEARS = np.arange(1995, 2026, dtype="float32")[:, None]  # five numbers in bfloat16
@@ -517,11 +573,17 @@ class Masked(layers.Layer):
         return (1 - mask) * self.scale
 
 
-def test_code_with_weights_that_subtracts_computes_in_half_precision():
-    model = of_years([Masked(name="masked")])
+class Gated(Masked):
+    def call(self, x):
+        return ops.where(x > 2010, x, 0.0) * self.scale
+
+
+@pytest.mark.parametrize("code", [Masked, Gated])
+def test_code_with_weights_computes_in_half_precision(code):
+    model = of_years([code(name="by_code")])
     report = kmp.to_mixed_precision(model, "mixed_bfloat16")
-    assert "Masked" not in {row.layer for row in report.rows if row.reason}
-    assert model.get_layer("masked").compute_dtype == "bfloat16"
+    assert code.__name__ not in {row.layer for row in report.rows if row.reason}
+    assert model.get_layer("by_code").compute_dtype == "bfloat16"
 
 
 # What stays as it was

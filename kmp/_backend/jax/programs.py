@@ -18,6 +18,7 @@ _NAMES = {
     "move": "broadcast_in_dim concatenate copy dynamic_slice pad reshape rev select_n slice split "
     "squeeze transpose",
     "note": "name",
+    "order": "ge gt le le_to lt lt_to",
     "remainder": "rem",
     "sequence": "iota",
     "square": "square",

@@ -15,6 +15,7 @@ _NAMES = {
     "look up": "GatherNd GatherV2",
     "move": "BroadcastTo ConcatV2 ExpandDims Identity Pack Pad PadV2 Reshape ReverseV2 SelectV2 "
     "Slice Split SplitV Squeeze StridedSlice Tile Transpose Unpack",
+    "order": "Bucketize Greater GreaterEqual Less LessEqual LowerBound UpperBound",
     "remainder": "FloorMod Mod TruncateMod",
     "sequence": "Const Placeholder Range",  # a placeholder stands for what the code holds
     "square": "Square",

@@ -19,6 +19,7 @@ _NAMES = {
     "move": "_unsafe_view alias cat clamp clone constant_pad_nd detach empty_like expand flip "
     "gather index_select permute repeat scatter select slice split squeeze stack t transpose "
     "unbind unsqueeze view where",
+    "order": "bucketize ge gt le lt searchsorted",
     "remainder": "fmod remainder",
     "sequence": "arange",
     "square": "square",
@@ -71,17 +72,18 @@ class _Tape(TorchDispatchMode):
         if kind in BY_INDEX:
             indices = max(_tensors([args[1]]), key=torch.Tensor.numel)  # there may be several axes
             by_index = ByIndex(tuple(indices.shape), self.value(outputs).dtype)
-        self.add(kind, given, _tensors(outputs), by_index=by_index)
+        numbers = _numbers(args) if kind in ("equal", "order") else []
+        self.add(kind, given, _tensors(outputs), by_index=by_index, numbers=numbers)
         for written in _tensors(outputs) if name.endswith("_") else ():
             if written._base is not None:  # a part of another tensor was written
                 self.add("move", [written], [written._base])
         return outputs
 
-    def add(self, kind, given, made, label=None, by_index=None):
+    def add(self, kind, given, made, label=None, by_index=None, numbers=()):
         for tensor in given:
             if id(tensor) not in self._values and tensor.numel() > 1:
                 self.found.append(Operation("sequence", (), (self.value(tensor),)))
-        values = tuple(map(self.value, given))
+        values = (*map(self.value, given), *numbers)
         self.found.append(Operation(kind, values, tuple(map(self.value, made)), label, by_index))
 
     def add_number(self, number, dtype, value=None):
@@ -100,6 +102,11 @@ class _Tape(TorchDispatchMode):
             value = Value(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             self._values[id(tensor)] = tensor, value
         return self._values[id(tensor)][1]
+
+
+def _numbers(args: Sequence[Any]) -> list[Value]:
+    """The numbers of Python's that an operation was called with."""
+    return [Value("", (), float(x)) for x in args if type(x) in (float, int)]
 
 
 def _held(number: float, dtype: torch.dtype) -> float:
