@@ -18,10 +18,10 @@ from kmp._keras.training import build_for_training, notes_placements
 X = np.zeros((8, 16), "float32")
 
 
-def make_model(blocks=6, width=16, optimizer="adam"):
+def make_model(blocks=6, width=16, optimizer="adam", activation="gelu"):
     keras.utils.set_random_seed(0)
     parts = [
-        keras.Sequential([keras.layers.Dense(4 * width, "gelu"), keras.layers.Dense(width)])
+        keras.Sequential([keras.layers.Dense(4 * width, activation), keras.layers.Dense(width)])
         for _ in range(blocks)
     ]
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(width), *parts])
@@ -575,7 +575,8 @@ def test_on_a_device_that_is_not_here(device, compiler, budget):
     """XLA's own: the plan is within the budget, and one block less is not."""
     if importlib.util.find_spec(compiler) is None:
         pytest.skip(f"needs {compiler}")
-    model = make_model(blocks=4, width=64)
+    # Compilers for TPUs take three times as long for gelu.
+    model = make_model(blocks=4, width=64, activation="tanh")
     x, y = keras.KerasTensor((2**16, 16)), keras.KerasTensor((2**16, 64))
     plan = kmp.debug.memory_plan(model, x, y, budget, device=device)
     assert plan.steps[0].bytes > 2 * plan.budget
