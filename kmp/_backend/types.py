@@ -88,6 +88,7 @@ class Operation(NamedTuple):
             "number": a constant that is one number; the same may be listed twice;
             "sequence": several numbers that come from nowhere (a range, an array in the code);
             "cast": numbers become those of another dtype;
+            "bound": the larger or the smaller of each two;
             "equal": they are compared for being the same;
             "order": they are compared for which is larger;
             "wave": their sine or cosine;
@@ -115,8 +116,8 @@ class Operation(NamedTuple):
 
 # Kinds that have a `by_index`.
 BY_INDEX = ("look up", "sum by index")
-# Kinds whose outputs are their inputs, in another dtype or place.
-KEEPING = ("cast", "look up", "move", "note")
+# Kinds whose outputs are their inputs, in another dtype or place, or bounded.
+KEEPING = ("bound", "cast", "look up", "move", "note")
 
 
 def shared_axes(axes: Sequence[int | None], parts: int | None) -> tuple[int | None, ...]:

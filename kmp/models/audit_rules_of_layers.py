@@ -151,7 +151,7 @@ def _advice_to_keep_inputs(rounding: Rounding) -> str:
 def epsilon(program: Program) -> Findings:
     """A constant that is rounded to 0, such as an epsilon, which protects from nothing then."""
     for lost in _lost_constants(program):
-        if abs(lost.number) < 1:
+        if lost.instead == 0:
             yield (path_of(lost.layer), *_becomes_zero(f"the constant {lost.number:g}", lost.dtype))
     optimizer = getattr(program.model, "optimizer", None)
     number = getattr(getattr(optimizer, "inner_optimizer", optimizer), "epsilon", None)
@@ -235,13 +235,21 @@ def sum_by_index(program: Program) -> Findings:
 
 
 def constant(program: Program) -> Findings:
-    """Numbers beyond the range of the dtype that a layer computes in."""
+    """Numbers that are inf in the dtype that a layer computes in, and bounds that are 1."""
     compared = [id(each.layer) for each in _roundings(program, EQUALS)]  # with what cannot change
     for lost in _lost_constants(program):
-        largest = formats[lost.dtype].largest
+        largest, eps = formats[lost.dtype].largest, formats[lost.dtype].eps
         is_mask = isinstance(lost.layer, Masking) and id(lost.layer) in compared
         of_a_mask = is_mask or (compared and type(lost.layer).__name__ in ("Equal", "NotEqual"))
-        if abs(lost.number) > 1 and not of_a_mask:
+        if abs(lost.instead) == 1:
+            next_to_1 = 1 - eps / 2 if abs(lost.number) < 1 else 1 + eps
+            yield (
+                path_of(lost.layer),
+                f"the bound {lost.number:g} becomes {lost.instead:g} in {lost.dtype}: of this a "
+                "logarithm or a quotient may be infinite.",
+                _advice_for(lost, math.copysign(next_to_1, lost.number)),
+            )
+        elif lost.instead and not of_a_mask:
             yield (
                 path_of(lost.layer),
                 f"the constant {lost.number:g} is beyond {largest:g}, the largest number of "

@@ -95,7 +95,8 @@ def audit(model: keras.Model) -> AuditReport:
       that are looked up by their index, whose gradient is such a sum;
     - `"epsilon"`: a number that is 0 in the half precision that a layer computes with it in, such
       as an epsilon of 1e-8, or the optimizer's epsilon in the dtype of the weights;
-    - `"constant"`: a number that is beyond the range of that dtype, such as the -1e9 of a mask;
+    - `"constant"`: a number that is beyond the range of that dtype, such as the -1e9 of a mask, or
+      a bound that becomes 1 in it, such as 1 - 1e-4;
     - `"lost on reload"`: loss scaling that Keras added by itself and does not save;
     - `"tensor cores"`: matrix products with sizes that are not multiples of 8.
 

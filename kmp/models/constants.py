@@ -1,8 +1,9 @@
-"""Constants that half precision rounds to inf or to 0, found by what the model computes with.
+"""Constants that half precision rounds to what they are not, found by what a model computes with.
 
 The model is traced twice, without numbers: under its own policies, and with its half layers in
 float32. A number that a layer's code has in float32 only, where half precision has inf or 0, is
 such a constant, however it is spelled: as a literal, an attribute, a default, or in the config.
+So is a bound such as 1 - 1e-4, in whose place half precision has 1.
 """
 
 import collections
@@ -26,17 +27,19 @@ HAS_A_CONSTANT = "has a constant that half precision loses"
 
 
 class LostConstant(NamedTuple):
-    """A constant that becomes inf or 0.
+    """A constant that becomes inf or 0, or a bound that becomes 1.
 
     Attributes:
         layer: the layer, or the operation of a Functional model, whose code holds it.
         number: as it is written.
         dtype: the half precision that it is rounded to.
+        instead: what it becomes.
     """
 
     layer: Any
     number: float
     dtype: str
+    instead: float
 
     @property
     def is_cheap_in_float32(self) -> bool:
@@ -55,45 +58,70 @@ class LostConstant(NamedTuple):
 
 
 def lost_constants(program: Program) -> list[LostConstant]:
-    """The constants that the half layers of a model round to inf or to 0.
+    """The constants that the half layers of a model lose.
 
     None are found in a model that Keras cannot call symbolically.
     """
     found: dict[tuple[int, float], LostConstant] = {}
     both = zip(program.operations, program.operations_in_float32, strict=True)
     for half, full in both:
-        exact = {key: numbers for key, (_, numbers) in _numbers_by_call(full).items()}
-        for key, (call, numbers) in _numbers_by_call(half).items():
-            for number, dtype in _lost(numbers, exact.get(key, [])):
-                lost = LostConstant(call.layer, number, dtype)
+        exact = {key: constants for key, (_, constants) in _constants_by_call(full).items()}
+        for key, (call, constants) in _constants_by_call(half).items():
+            for number, dtype, instead in _lost(constants, exact.get(key, [])):
+                lost = LostConstant(call.layer, number, dtype, instead)
                 found.setdefault((id(call.layer), number), lost)
     return list(found.values())
 
 
-Numbers = list[tuple[str, float]]  # dtype, and the number as it is in it
+class Constant(NamedTuple):
+    """A constant as a program computes with it.
+
+    Attributes:
+        dtype: what it is computed with in; empty for an argument of an operation of a graph.
+        number: as it is in that dtype.
+        is_bound: whether the larger or the smaller of it and something else is taken.
+    """
+
+    dtype: str
+    number: float
+    is_bound: bool = False
 
 
-def _lost(numbers: Numbers, exact: Numbers) -> Iterator[tuple[float, str]]:
-    """The numbers that are in `exact` alone, with the dtype that has inf or 0 in their place."""
-    present = {n for dtype, n in numbers if dtype}
-    count = collections.Counter(n for _, n in numbers)
-    before = collections.Counter(n for d, n in exact if d not in HALF_DTYPES)
+def _lost(constants: list[Constant], exact: list[Constant]) -> Iterator[tuple[float, str, float]]:
+    """The numbers that are in `exact` alone, the half precision, and what it has in their place."""
+    present = {x.number for x in constants if x.dtype}
+    count = collections.Counter(x.number for x in constants)
+    before = collections.Counter(x.number for x in exact if x.dtype not in HALF_DTYPES)
+    bounds = {x.number for x in exact if x.is_bound}
     for dtype in HALF_DTYPES:
-        rounded = {n for d, n in numbers if d == dtype}
-        for number in dict.fromkeys(n for _, n in exact):
+        rounded = {x.number for x in constants if x.dtype == dtype}
+        for number in dict.fromkeys(x.number for x in exact):
             if number in present or not math.isfinite(number):
                 continue
-            overflows = abs(number) > formats[dtype].largest
-            vanishes = abs(number) < formats[dtype].smallest_subnormal
-            instead = math.copysign(math.inf, number) if overflows else 0.0
-            is_new = count[instead] > before[instead]  # a maximum begins with -inf in any dtype
-            if (overflows or vanishes) and instead in rounded and is_new:
-                yield number, dtype
+            instead = _instead(number, dtype, number in bounds)
+            # It is new: a maximum begins with -inf in any dtype.
+            if instead != number and instead in rounded and count[instead] > before[instead]:
+                yield number, dtype, instead
 
 
-def _numbers_by_call(operations: list[Operation] | None) -> dict[str, tuple[Call, Numbers]]:
+def _instead(number: float, dtype: str, is_bound: bool) -> float:
+    """What half precision has in the place of a number, if it loses it."""
+    size = abs(number)
+    if size > formats[dtype].largest:
+        return math.copysign(math.inf, number)
+    if size < formats[dtype].smallest_subnormal / 2:
+        return 0.0
+    eps = formats[dtype].eps
+    if is_bound and 1 - eps / 4 <= size <= 1 + eps / 2:
+        return math.copysign(1, number)
+    return number
+
+
+def _constants_by_call(
+    operations: list[Operation] | None,
+) -> dict[str, tuple[Call, list[Constant]]]:
     """The constants in the code of each call, by the call's key."""
-    found: dict[str, tuple[Call, Numbers]] = {}
+    found: dict[str, tuple[Call, list[Constant]]] = {}
     inside: Call | None = None
     takers: dict[Value, list[Operation]] = {}
     halves: dict[Value, str] = {}  # the half precision that values are in, or were until a cast
@@ -107,40 +135,36 @@ def _numbers_by_call(operations: list[Operation] | None) -> dict[str, tuple[Call
         if call := call_of(each):
             inside = call if received(each) else call.parent
         elif each.kind == "number" and inside is not None:
-            _, numbers = found.setdefault(inside.key, (inside, _passed(inside)))
-            numbers.append(_computed_with(each.outputs[0], takers, halves))
+            _, constants = found.setdefault(inside.key, (inside, _passed(inside)))
+            constants.append(_computed_with(each.outputs[0], takers, halves))
     return found
 
 
 def _computed_with(
-    constant: Value, takers: dict[Value, list[Operation]], halves: dict[Value, str]
-) -> tuple[str, float]:
+    value: Value, takers: dict[Value, list[Operation]], halves: dict[Value, str]
+) -> Constant:
     """A constant as the operations compute with it, which may round it to their own dtype.
 
-    A value that was once in half precision never equals a number that half precision cannot hold.
+    What was once in half precision never equals a number that half precision cannot hold.
     """
-    number = 0.0 if constant.number is None else constant.number
-    reached = [constant]
-    for value in reached:
-        for each in takers.get(value, ()):
-            for made in each.outputs:
-                others = each.inputs if made.dtype == "bool" else ()
+    dtype, number, is_bound = value.dtype, value.number or 0.0, False
+    reached = [value]
+    for each in reached:
+        for taker in takers.get(each, ()):
+            is_bound = is_bound or taker.kind == "bound"
+            for made in taker.outputs:
+                others = taker.inputs if made.dtype == "bool" else ()
                 half = [halves[x] for x in (made, *others) if x in halves]
-                if half and constant.dtype not in HALF_DTYPES:
-                    return half[0], _rounded(number, half[0])
-                if each.kind in KEEPING and made.is_one_number and made not in reached:
+                if half and dtype not in HALF_DTYPES:
+                    dtype = half[0]
+                if taker.kind in KEEPING and made.is_one_number and made not in reached:
                     reached.append(made)
-    return constant.dtype, number
+    if dtype != value.dtype:
+        number = _instead(number, dtype, is_bound)
+    return Constant(dtype, number, is_bound)
 
 
-def _rounded(number: float, dtype: str) -> float:
-    """What becomes of a number in half precision, if that is inf or 0."""
-    if abs(number) > formats[dtype].largest:
-        return math.copysign(math.inf, number)
-    return 0.0 if abs(number) < formats[dtype].smallest_subnormal / 2 else number
-
-
-def _passed(call: Call) -> Numbers:
+def _passed(call: Call) -> list[Constant]:
     """The numbers that an operation of a Functional model is called with.
 
     What the code of a layer is passed is not looked at: it shows in what that code computes.
@@ -148,4 +172,4 @@ def _passed(call: Call) -> Numbers:
     if isinstance(call.layer, Layer):
         return []
     numbers = [x for x in keras.tree.flatten(call.passed) if isinstance(x, int | float)]
-    return [("", float(np.float32(x))) for x in numbers]
+    return [Constant("", float(np.float32(x))) for x in numbers]

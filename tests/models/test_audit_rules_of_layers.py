@@ -1,5 +1,7 @@
 """Each danger in a layer is found where it is, and nowhere else."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -189,13 +191,53 @@ def test_constants_are_found_however_they_are_spelled(name):
     assert kinds_of(keras.Model(inputs, layers.Dense(8)(in_float32))) == []
 
 
+BOUNDS = {
+    "clip": (1 - 1e-4, lambda p, b: keras.ops.log(1 - keras.ops.clip(p, 1e-4, b))),
+    "minimum": (1 - 1e-4, lambda p, b: keras.ops.log(1 - keras.ops.minimum(p, b))),
+    "negative": (1e-4 - 1, lambda p, b: keras.ops.log(1 + keras.ops.maximum(-p, b))),
+    "above": (1 + 1e-4, lambda p, b: 1 / (keras.ops.maximum(p, b) - 1)),
+}
+
+
+@pytest.mark.parametrize("is_layer", [True, False])
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_bounds_that_become_1(policy, name, is_layer):
+    """Half precision has 1 in place of 1 - 1e-4: what is to stay below it reaches it."""
+    bound, function = BOUNDS[name]
+
+    def bounded_by(number):
+        inputs = keras.Input((8,))
+        hidden = layers.Dense(8, "sigmoid", bias_initializer="ones")(inputs)
+        code = layers.Lambda(lambda p: function(p, number), name="bounded")
+        outputs = code(hidden) if is_layer else function(hidden, number)
+        return keras.Model(inputs, layers.Dense(8, dtype="float32")(outputs))
+
+    large = np.full((1, 8), 1e4, "float32")
+    model = bounded_by(bound)
+    if is_layer:
+        report = kmp.to_mixed_precision(model, policy)
+        assert "has a constant that half precision loses" in report.kept.values()
+        assert np.isfinite(model.predict(large, verbose=0)).all()
+    keras.config.set_dtype_policy(policy)
+    model = bounded_by(bound)
+    assert not np.isfinite(model.predict(large, verbose=0)).all()
+    (found,) = kmp.audit(model).of_kind("constant")
+    assert f"the bound {bound:g} becomes {np.sign(bound):g} in {policy[6:]}" in found.problem
+    advised = float(re.match(r"Use (\S+), or keep it in float32", found.advice)[1])
+    model = bounded_by(advised)
+    assert kmp.audit(model).of_kind("constant") == ()
+    assert np.isfinite(model.predict(large, verbose=0)).all()
+
+
 def test_sound_constants_are_no_findings():
     """Of Keras's own layers, which compute with their epsilons in float32, and of -inf."""
     infinite = layers.Lambda(lambda s: keras.ops.where(s > 0, s, -float("inf")))
     small = layers.Lambda(lambda s: s + 1e-4)
+    fading = layers.Lambda(lambda s: 0.9999 * keras.ops.clip(s, 0.1, 1))
     norms = [layers.LayerNormalization(epsilon=1e-12), layers.BatchNormalization(epsilon=1e-9)]
     last = [layers.Softmax(), layers.LeakyReLU(), layers.Dense(8)]
-    model = model_of(layers.Dense(8), infinite, small, *norms, *last)
+    model = model_of(layers.Dense(8), infinite, small, fading, *norms, *last)
     assert kinds_of(model) == []
 
 

@@ -12,6 +12,7 @@ from kmp._backend.types import BY_INDEX, ByIndex, Operation, Tree, Value, shared
 
 _NAMES = {
     "add": "add",
+    "bound": "clamp max min",
     "cast": "convert_element_type",
     "equal": "eq ne",
     "look up": "gather",

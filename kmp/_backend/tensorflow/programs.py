@@ -10,6 +10,7 @@ from kmp._backend.types import BY_INDEX, ByIndex, Operation, Tree, Value, shared
 
 _NAMES = {
     "add": "Add AddN AddV2",
+    "bound": "ClipByValue Maximum Minimum",
     "cast": "AsString Cast",
     "equal": "Equal NotEqual",
     "look up": "GatherNd GatherV2",

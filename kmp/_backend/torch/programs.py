@@ -13,10 +13,11 @@ from kmp._backend.types import BY_INDEX, ByIndex, Operation, Tree, Value
 
 _NAMES = {
     "add": "add",
+    "bound": "clamp clamp_max clamp_min maximum minimum",
     "cast": "_to_copy copy",
     "equal": "eq ne",
     "look up": "embedding index take",
-    "move": "_unsafe_view alias cat clamp clone constant_pad_nd detach empty_like expand flip "
+    "move": "_unsafe_view alias cat clone constant_pad_nd detach empty_like expand flip "
     "gather index_select permute repeat scatter select slice split squeeze stack t transpose "
     "unbind unsqueeze view where",
     "order": "bucketize ge gt le lt searchsorted",
@@ -65,15 +66,18 @@ class _Tape(TorchDispatchMode):
         elif kind == "sum by index" and True not in args[3:]:  # it puts them there
             kind = ""
         dtypes = [x.dtype for x in _tensors(outputs) if x.is_floating_point()]
-        for number in args if dtypes else ():
-            if isinstance(number, float):
-                self.add_number(number, dtypes[0])
+        numbers = []
+        for number in args:
+            if dtypes and isinstance(number, float):
+                numbers.append(self.add_number(number, dtypes[0]))
+            elif kind in ("equal", "order") and type(number) in (float, int):
+                numbers.append(Value("", (), float(number)))
+        compared = numbers if kind in ("bound", "equal", "order") else ()
         by_index = None
         if kind in BY_INDEX:
             indices = max(_tensors([args[1]]), key=torch.Tensor.numel)  # there may be several axes
             by_index = ByIndex(tuple(indices.shape), self.value(outputs).dtype)
-        numbers = _numbers(args) if kind in ("equal", "order") else []
-        self.add(kind, given, _tensors(outputs), by_index=by_index, numbers=numbers)
+        self.add(kind, given, _tensors(outputs), by_index=by_index, numbers=compared)
         for written in _tensors(outputs) if name.endswith("_") else ():
             if written._base is not None:  # a part of another tensor was written
                 self.add("move", [written], [written._base])
@@ -89,8 +93,9 @@ class _Tape(TorchDispatchMode):
     def add_number(self, number, dtype, value=None):
         """Write down a constant that is computed with in a dtype, or is a tensor of its own."""
         value = value or Value(str(dtype).removeprefix("torch."), ())
-        value.number = _held(number, dtype)
+        value.number = _rounded(number, dtype)
         self.found.append(Operation("number", (), (value,)))
+        return value
 
     def _is_two(self, exponent):
         is_tensor = isinstance(exponent, torch.Tensor)
@@ -104,20 +109,12 @@ class _Tape(TorchDispatchMode):
         return self._values[id(tensor)][1]
 
 
-def _numbers(args: Sequence[Any]) -> list[Value]:
-    """The numbers of Python's that an operation was called with."""
-    return [Value("", (), float(x)) for x in args if type(x) in (float, int)]
-
-
-def _held(number: float, dtype: torch.dtype) -> float:
-    """A number as a dtype holds it; of half precision only what becomes inf or 0 is rounded."""
+def _rounded(number: float, dtype: torch.dtype) -> float:
     if not dtype.is_floating_point:
         return float(number)
-    limits = torch.finfo(dtype)
-    if abs(number) > limits.max:
+    if abs(number) > torch.finfo(dtype).max:
         return math.copysign(math.inf, number)
-    vanishes = abs(number) < limits.smallest_normal * limits.eps / 2
-    return 0.0 if vanishes else float(np.float32(number))
+    return float(np.asarray(number).astype(str(dtype).removeprefix("torch.")))
 
 
 class _Constants(TorchFunctionMode):
