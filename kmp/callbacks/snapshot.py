@@ -1,6 +1,7 @@
 """A model's state on the host, to go back to when training diverges."""
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -114,21 +115,22 @@ def restore_snapshot(model: Any, snapshot: Snapshot, lr_factor: float) -> list[s
     Returns:
         What changed beside the state, in words.
     """
+    optimizers = _optimizers(model)
+    rates = {id(x): as_number(x.learning_rate) for each in optimizers for x in parts_of(each)}
     for variable, value in still_there(zip(snapshot.variables, snapshot.values, strict=True)):
         backend.from_host(variable, value)
-    pairs = list(zip(_optimizers(model), snapshot.loss_scales, strict=True))
+    pairs = list(zip(optimizers, snapshot.loss_scales, strict=True))
     if len(pairs) > 1:  # what `compile` has without an argument may never step
         pairs = [(x, scale) for x, scale in pairs if as_number(steps_of(inner_optimizer_of(x)))]
-    changes = [(x, change) for x, scale in pairs for change in _lowered(x, scale, lr_factor)]
+    lower = functools.partial(_lower_rate, rates, lr_factor)
+    changes = [(x, change) for x, scale in pairs for change in _lowered(x, scale, lower)]
     return [f"{change} ({x.name})" if len(pairs) > 1 else change for x, change in changes]
 
 
-def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
+def _lowered(optimizer: Any, loss_scale: float, lower_rate: Callable[[Any], str]) -> list[str]:
     """Lower the learning rate and the loss scale of an optimizer; say what changed."""
     parts = parts_of(optimizer)
-    changes = [
-        _lowered_rate(x, lr_factor) + (f" ({x.name})" if len(parts) > 1 else "") for x in parts
-    ]
+    changes = [lower_rate(x) + (f" ({x.name})" if len(parts) > 1 else "") for x in parts]
     # Keras's class has no floor of its own: kmp's default holds for it.
     rule = dynamic(getattr(optimizer, "loss_scale", DynamicLossScale()))
     scale = _scale_of(optimizer)
@@ -143,8 +145,9 @@ def _lowered(optimizer: Any, loss_scale: float, lr_factor: float) -> list[str]:
     return changes
 
 
-def _lowered_rate(optimizer: Any, factor: float) -> str:
-    rate = as_number(optimizer.learning_rate)
+def _lower_rate(rates: Mapping[int, float], factor: float, optimizer: Any) -> str:
+    """Lower the rate from what it was before the rollback, not from that of the snapshot."""
+    rate = rates[id(optimizer)]
     try:
         optimizer.learning_rate = rate * factor
     except TypeError:  # Keras's answer where a schedule decides

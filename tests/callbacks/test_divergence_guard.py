@@ -121,6 +121,23 @@ def test_a_rollback_restores_every_bit_but_the_learning_rate(wrap, jit):
         assert float(optimizer.dynamic_scale) == 128.0
 
 
+class RewindTwice(Rewind):
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        if batch == self.restore_at + 3:
+            self.changes += restore_snapshot(self.model, self.snapshot, lr_factor=0.5)
+
+
+@pytest.mark.parametrize("make", [kmp.scaled, lambda optimizer: optimizer])
+def test_a_second_rollback_to_a_snapshot_lowers_the_learning_rate_further(make):
+    model = linear_model(make(keras.optimizers.SGD(0.125)))
+    rewind = RewindTwice(3, 6)
+    fit(model, [rewind], steps=10)
+    rates = [change for change in rewind.changes if "rate" in change]
+    assert rates == ["learning rate 0.125 -> 0.0625", "learning rate 0.0625 -> 0.03125"]
+    assert float(model.optimizer.learning_rate) == 0.03125
+
+
 def test_a_rollback_lowers_the_rate_of_each_part_of_an_optimizer():
     sgd, rate = keras.optimizers.SGD, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     body, head = sgd(0.125, name="body"), sgd(rate, name="head")
