@@ -42,7 +42,8 @@ class Snapshot(NamedTuple):
 def training_state(model: Any) -> list[Variable]:
     """The variables that a rollback restores: weights, statistics, seeds, optimizers' state.
 
-    Excludes the loss scale and the optimizers' counters: a rollback does not undo history.
+    Also how large gradients were lately, for the rule that skips spikes. Excludes the loss scale
+    and the optimizers' counters: a rollback does not undo history.
     """
     state = [*model.trainable_variables, *model.non_trainable_variables]
     state += [x for layer in layers_of(model) for x in buffers_of(layer)]
@@ -58,7 +59,9 @@ def _state_of(optimizer: Any) -> list[Variable]:
         return list(optimizer.variables)
     window = getattr(optimizer, "window", None)  # where accumulation stands goes with what it has
     positions = [] if window is None else [window.position, window.dropped]
-    return [*optimizer.inner_optimizer.variables, *positions]
+    step = getattr(optimizer, "scaled_step", None)
+    usual = () if step is None else step.counters.peak
+    return [*optimizer.inner_optimizer.variables, *positions, *usual]
 
 
 def constants_that_are_not_finite(model: Any) -> set[int]:

@@ -74,7 +74,9 @@ class Rewind(keras.callbacks.Callback):
 
     def variables(self):
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        return [*self.model.weights, *self.model.non_trainable_variables, *optimizer.variables]
+        layers = [*self.model.weights, *self.model.non_trainable_variables]
+        spikes = [v for v in self.model.optimizer.variables if "/spike_" in v.path]
+        return [*layers, *optimizer.variables, *spikes]
 
     def on_train_batch_begin(self, batch, logs=None):
         if batch == self.take_at:
@@ -93,7 +95,9 @@ def test_a_rollback_restores_every_bit_but_the_learning_rate(wrap, jit):
     optimizer = {
         "bare": lambda: adam,
         "keras": lambda: keras.optimizers.LossScaleOptimizer(adam, initial_scale=256.0),
-        "kmp": lambda: kmp.LossScaleOptimizer(adam, loss_scale=kmp.DynamicLossScale(256.0)),
+        "kmp": lambda: kmp.LossScaleOptimizer(
+            adam, loss_scale=kmp.DynamicLossScale(256.0), spikes="skip"
+        ),
     }[wrap]()
     layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
     model = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1)])
@@ -107,6 +111,8 @@ def test_a_rollback_restores_every_bit_but_the_learning_rate(wrap, jit):
             np.testing.assert_array_equal(rewind.restored[path], np.float32(0.0625))
         else:
             np.testing.assert_array_equal(rewind.restored[path], taken, err_msg=path)
+            if path.endswith("spike_norms"):
+                assert rewind.before[path] > taken > 0
             moved += (taken != rewind.before[path]).any()
     # Two kernels (that before BatchNormalization has a bias without gradient), gamma, beta, bias;
     # two moments and an average of each; two statistics, a seed, the iterations.
@@ -117,6 +123,7 @@ def test_a_rollback_restores_every_bit_but_the_learning_rate(wrap, jit):
         assert "loss scale 256 -> 128" in rewind.changes
         assert float(optimizer.dynamic_scale) == 128.0
         assert int(optimizer.steps) == 10 and int(optimizer.skipped_steps) == 2
+        assert any(path.endswith("spike_norms") for path in rewind.taken)
     if wrap == "keras":
         assert float(optimizer.dynamic_scale) == 128.0
 
