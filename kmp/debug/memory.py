@@ -1,5 +1,6 @@
 """What training would hold in memory under float32, mixed and pure half precision."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
@@ -343,9 +344,16 @@ def _slot_bytes(model: keras.Model, dtype: str, memory: HalfMemory | None) -> in
 
 
 def _in_dtype(variable: Variable, dtype: str) -> Variable:
-    """Zeros like a variable, in `dtype`; in its own dtype if that is neither float32 nor half."""
+    """Zeros like a variable, in `dtype`; in its own dtype if that is neither float32 nor half.
+
+    Its path is the same: an optimizer may choose by it.
+    """
     dtype = dtype if variable.dtype in ("float32", *HALF_DTYPES) else variable.dtype
-    return keras.Variable(np.zeros(variable.shape), dtype=dtype, name=variable.name)
+    *parents, name = variable.path.split("/")
+    with contextlib.ExitStack() as scopes:
+        for parent in parents:
+            scopes.enter_context(keras.name_scope(parent))
+        return keras.Variable(np.zeros(variable.shape), dtype=dtype, name=name)
 
 
 def _counter(name: str, dtype: str) -> Variable:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from architectures import make
 from keras import layers, ops
+from older import of_keras
 
 import kmp
 
@@ -38,16 +39,30 @@ def test_the_hand_count(optimizer, slots):
     assert all(r.total == r.parameters + r.gradients + r.slots + r.activations for r in report.rows)
 
 
+def by_path():
+    adam_of_heads = of_keras("optimizers.OptimizerMap")(
+        keras.optimizers.SGD(), {".*head.*": keras.optimizers.Adam()}
+    )
+    return keras.optimizers.MultiOptimizer(adam_of_heads)
+
+
 @pytest.mark.parametrize(
-    "optimizer",
-    [keras.optimizers.Adafactor(), keras.optimizers.Muon(), keras.optimizers.SGD(momentum=0.9)],
-    ids=lambda optimizer: optimizer.name,
+    "make_optimizer",
+    [
+        keras.optimizers.Adafactor,
+        keras.optimizers.Muon,
+        lambda: keras.optimizers.Muon(exclude_layers=["head"]),
+        lambda: keras.optimizers.SGD(momentum=0.9),
+        by_path,
+    ],
+    ids=["adafactor", "muon", "muon_by_path", "sgd", "multi_optimizer_by_path"],
 )
-def test_slots_that_depend_on_the_variable(optimizer):
+def test_slots_that_depend_on_the_variable(make_optimizer):
     """Adafactor keeps rows and columns of a kernel, Muon only one slot of it."""
     words = keras.Input((5,), dtype="int32")
     x = layers.Flatten()(layers.Embedding(7, 16)(words))
-    model = keras.Model(words, layers.Dense(8)(x))
+    model = keras.Model(words, layers.Dense(8, name="head")(x))
+    optimizer = make_optimizer()
     model.compile(optimizer, loss="mse")
     slots = kmp.debug.memory_report(model, 2).rows[0].slots
     bare = type(optimizer).from_config(optimizer.get_config())
