@@ -258,7 +258,7 @@ def _load_before_first_step(optimizer: Any, store: Mapping[str, Any], sizes: lis
 def _initial_values(optimizer: Any) -> list[tuple[Variable, Any]]:
     """The wrapper's variables as `build` makes them, without those that are settings."""
     own = {v.name: v for v in optimizer.own_variables}
-    settings = ("learning_rate", "sampling")
+    settings = ("learning_rate", "rounding_seed", "sampling")
     zeros = [(v, np.zeros(v.shape)) for name, v in own.items() if name not in settings]
     state = optimizer.scaled_step.counters.rule
     return [*zeros, *zip(state, optimizer.loss_scale.init(), strict=True)]

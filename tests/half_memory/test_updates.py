@@ -371,6 +371,15 @@ def test_config_and_state_survive(kwargs, tmp_path):
     assert number(copy.rounding_seed) == 5
 
 
+def test_a_state_from_before_the_first_step_leaves_the_seed_as_it_is():
+    run = run_of(keras.optimizers.Adam(0.01), "bfloat16")
+    run.optimizer.rounding_seed.assign(5)
+    store = {}
+    kmp.scaled("adam").save_own_variables(store)  # of an optimizer that is not built
+    run.optimizer.load_own_variables(store)
+    assert number(run.optimizer.rounding_seed) == 5
+
+
 def test_a_variable_that_is_excluded_does_not_decay():
     def after(exclude):
         inner = keras.optimizers.SGD(0.5, weight_decay=0.5)
