@@ -3,6 +3,7 @@
 A slot that a weight is computed from would carry its error into the weight. So would the
 accumulator of Ftrl, beside `linear`, and the momentum of ScheduleFreeAdamW. Where two slots are
 subtracted, as in a centered RMSprop, their errors make a negative number of a small difference.
+Where the larger of two is kept, as with `amsgrad`, it grows by each error above 0.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from kmp.half_memory.codes import BY_NAME, Code, Groups, groups_of
 SCALES = "_scales"  # after the name of a slot
 _DECLARED = "slots_of_8_bits"
 _MOMENTUM, _SQUARES = {"momentum": "signed"}, {"velocity": "non-negative"}
-_ADAM = {**_MOMENTUM, **_SQUARES, "velocity_hat": "non-negative"}
+_ADAM = {**_MOMENTUM, **_SQUARES}
 _OF_KERAS: dict[str, Mapping[str, str]] = {
     "Adadelta": {"accumulated_grad": "non-negative", "accumulated_delta_var": "non-negative"},
     "Adafactor": _SQUARES,  # of what it does not factor; the factors are float32
@@ -56,7 +57,8 @@ def _declared(optimizer: Any) -> Mapping[str, str]:
         return vars(cls)[_DECLARED]
     if not cls.__module__.startswith("keras.") or getattr(optimizer, "centered", False):
         return {}
-    return _OF_KERAS.get(cls.__name__, {})
+    declared = _OF_KERAS.get(cls.__name__, {})
+    return _MOMENTUM if getattr(optimizer, "amsgrad", False) else declared
 
 
 def groups_for(variable: Variable) -> Groups | None:
