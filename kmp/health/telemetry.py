@@ -34,6 +34,10 @@ INTERVAL = 100
 NO_SAMPLING = (0, 0)  # nobody has chosen an interval, nor one more step
 
 
+# The variables that name weights by their rows.
+MEASUREMENTS = ("gradient_health", "gradient_details", "overflow_events", "spike_events")
+
+
 class Telemetry:
     """The variables that hold the measurements: when a step writes them, and what.
 

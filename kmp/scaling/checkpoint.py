@@ -8,7 +8,6 @@ anything is assigned, so a wrong file leaves the live state unchanged.
 import dataclasses
 import functools
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +18,9 @@ from kmp._backend.types import Variable
 from kmp._common import number, scale_number, warn, whole_number
 from kmp._keras.optimizer import steps_of, trainable_variables_of
 from kmp.half_memory import build_inner
+from kmp.health.telemetry import MEASUREMENTS
 from kmp.scaling.amax import AmaxLossScale
-from kmp.scaling.converted import Layout, layout_of, to_numpy
+from kmp.scaling.converted import Layout, is_same_slot, layout_of, to_numpy
 from kmp.scaling.converted import load as load_converted
 from kmp.scaling.rules import DynamicLossScale, NoOpLossScale, StaticLossScale
 
@@ -28,7 +28,6 @@ _INNER_SIZES = "inner_sizes"
 _LAYOUT = "layout"  # older files have only the sizes
 # Keras's class numbers its variables: these, then the inner optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
-_NUMBERED = re.compile(r"variable(_\d+)?")  # an unnamed variable, numbered across the process
 _UNBUILT = ("iteration", "learning_rate")  # what an optimizer has before it is built
 # The others exist only with `measure_gradients` or "drop_window", which may be new since.
 _REQUIRED = {*_KERAS_OWN, "skipped_steps", "consecutive_skips"}
@@ -45,7 +44,7 @@ def save_own_variables(optimizer: Any, store: Any) -> None:
         store[variable.name] = variable.numpy()
     store[_INNER_SIZES] = _sizes(optimizer.inner_optimizer.variables)
     held = layout_of(optimizer)
-    layout = {"rule": type(optimizer.loss_scale).__name__, "slots": held.slots, "rows": held.rows}
+    layout = {"rule": type(optimizer.loss_scale).__name__, **dataclasses.asdict(held)}
     store[_LAYOUT] = np.frombuffer(json.dumps(layout).encode(), "uint8")
 
 
@@ -75,7 +74,8 @@ def load_own_variables(optimizer: Any, store: Mapping[str, Any]) -> None:
     scale = own["dynamic_scale"]
     if "dynamic_scale" in keys:
         layout = _checked_layout(optimizer, store)
-        values = [(v, store[name]) for name, v in own.items() if name in keys]
+        measured = set(MEASUREMENTS) if _is_of_other_weights(optimizer, layout) else set()
+        values = [(v, store[name]) for name, v in own.items() if name in keys - measured]
         values += _state_values(optimizer, layout.get("rule", type(rule).__name__), store)
     elif len(keys) == len(inner):
         values = [(v, store[str(i)]) for i, v in enumerate(inner)]
@@ -135,9 +135,13 @@ def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
         )
     live = layout_of(optimizer)
     if "slots" in layout:
-        stored = Layout(layout["slots"], layout.get("rows"))
-        _check_slots(optimizer, stored, live)
-        converts = not stored.holds_as(live)
+        stored = _stored_layout(layout)
+        if stored.is_of_other_weights(live):
+            _warn_of_other_weights(optimizer, stored)
+            converts = True
+        else:
+            _check_slots(optimizer, stored, live)
+            converts = not stored.holds_as(live)
     else:
         stored, sizes = live, np.asarray(store[_INNER_SIZES]).tolist()
         if sizes != _sizes(optimizer.inner_optimizer.variables).tolist():
@@ -148,13 +152,39 @@ def _checked_layout(optimizer: Any, store: Mapping[str, Any]) -> dict[str, Any]:
     return layout
 
 
+def _stored_layout(layout: Mapping[str, Any]) -> Layout:
+    known = [field.name for field in dataclasses.fields(Layout)]
+    return Layout(**{"rows": None} | {name: layout[name] for name in known if name in layout})
+
+
+def _is_of_other_weights(optimizer: Any, layout: Mapping[str, Any]) -> bool:
+    live = layout_of(optimizer)
+    return "slots" in layout and _stored_layout(layout).is_of_other_weights(live)
+
+
+def _warn_of_other_weights(optimizer: Any, stored: Layout) -> None:
+    """Say what is not restored of the state of an optimizer that updated other weights."""
+    shared = stored.shared_with(layout_of(optimizer))
+    new = [path for path in optimizer.variable_paths if path not in shared]
+    gone = [path for path in stored.weights or [] if path not in shared.values()]
+    parts = [
+        f"{what}: {', '.join(paths[:3])}{f' and {len(paths) - 3} more' * (len(paths) > 3)}."
+        for what, paths in (("Begins anew", new), ("Left out", gone))
+        if paths
+    ]
+    warn(
+        f"The state of {optimizer.name!r} was saved when other weights were trainable. That of the "
+        f"weights that are trained now is restored. {' '.join(parts)} Measurements begin anew, too."
+    )
+
+
 def _check_slots(optimizer: Any, stored: Layout, live: Layout) -> None:
     """Raise ValueError if a file has other slots, beside what the float32 of weights is made of."""
     ours, theirs = ([x.slots[i] for i in x.numbers] for x in (live, stored))
     if len(ours) != len(theirs):
         raise _mismatch(optimizer, f"{len(stored.slots)} variables", len(live.slots))
     for our, their in zip(ours, theirs, strict=True):
-        if not _is_same_slot(their, our):
+        if not is_same_slot(their, our):
             raise _mismatch(
                 optimizer,
                 f"{their[0]!r} of shape {tuple(their[1:])} where this one has "
@@ -174,12 +204,6 @@ def _convert_the_inner(optimizer: Any, stored: Layout) -> None:
     inner.load_own_variables = load
 
 
-def _is_same_slot(stored: list[Any], live: list[Any]) -> bool:
-    """Whether names and shapes agree; any two names that Keras numbered itself do."""
-    numbered = [_NUMBERED.fullmatch(name) for name in (stored[0], live[0])]
-    return stored[1:] == live[1:] and (stored[0] == live[0] or all(numbered))
-
-
 def _sizes(variables: list[Variable]) -> np.ndarray:
     return np.array([np.prod(v.shape, dtype="int64") for v in variables], "int64")
 
@@ -189,7 +213,9 @@ def _mismatch(optimizer: Any, stored: str, expected: int) -> ValueError:
         f"The stored optimizer state does not fit {type(optimizer.inner_optimizer).__name__} of "
         f"this model. Expected: the state of kmp.scaled({type(optimizer.inner_optimizer).__name__})"
         f", of Keras's LossScaleOptimizer or of the bare optimizer, with {expected} inner "
-        f"variables. Received: {stored}. Compile with the optimizer that the state was saved from."
+        f"variables. Received: {stored}. Compile with the optimizer that the state was saved from. "
+        "Without this state a model is loaded by load_model(path, compile=False), and weights by "
+        "load_weights(path, skip_mismatch=True)."
     )
 
 

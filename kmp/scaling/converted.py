@@ -1,7 +1,9 @@
 """State from the file of an optimizer that held it in other dtypes, or in other variables."""
 
 import dataclasses
+import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,15 @@ from kmp.precision.trees import is_float
 _EXACT = (REMAINDER, SHORT_REMAINDER, MASTER)  # each gives, with the weight, the weight's float32
 
 
+_NUMBERED = re.compile(r"variable(_\d+)?")  # an unnamed variable, numbered across the process
+
+
+def is_same_slot(stored: list[Any], live: list[Any]) -> bool:
+    """Whether names and shapes agree; any two names that Keras numbered itself do."""
+    numbered = [_NUMBERED.fullmatch(name) for name in (stored[0], live[0])]
+    return stored[1:] == live[1:] and (stored[0] == live[0] or all(numbered))
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A description of the inner optimizer's variables, in a file or in a live optimizer.
@@ -35,10 +46,15 @@ class Layout:
         slots: a list for each variable: its name, without that of the weight, then its shape.
         rows: the rows of the weights that the remainders and masters among the variables belong to;
             None if the file does not say.
+        weights: the paths of the weights; None if the file does not say.
+        owners: the row of the weight that each variable belongs to, None where it is the
+            optimizer's own.
     """
 
     slots: list[list[Any]]
     rows: list[int] | None
+    weights: list[str] | None = None
+    owners: list[int | None] = dataclasses.field(default_factory=list)
 
     @property
     def exact(self) -> list[int]:
@@ -61,6 +77,69 @@ class Layout:
         """Whether the variable in a place holds codes, and the next one their scales."""
         return place + 1 in self._scales
 
+    @functools.cached_property
+    def by_weight(self) -> dict[str | None, dict[str, int]]:
+        """The places of `numbers` by name, by the path of their weight."""
+        assert self.weights is not None
+        found: dict[str | None, dict[str, int]] = {path: {} for path in (None, *self.weights)}
+        for place in self.numbers:
+            owner = self.owners[place]
+            path = None if owner is None else self.weights[owner]
+            name = self.slots[place][0]
+            while name in found[path]:  # each part of a MultiOptimizer has an iteration
+                name += "'"
+            found[path][name] = place
+        return found
+
+    def is_of_other_weights(self, other: "Layout") -> bool:
+        """Whether some weights are those of `other`, with the same slots, and some are not.
+
+        Where the places of all slots agree it is the same model, whatever its layers are called.
+        """
+        if self.weights is None or other.weights is None:
+            return False
+        pairs = zip(self._slots_of_numbers(), other._slots_of_numbers(), strict=False)
+        sizes = [(len(x.numbers), len(x.weights or [])) for x in (self, other)]
+        if sizes[0] == sizes[1] and all(is_same_slot(*pair) for pair in pairs):
+            return False
+        shared = self.shared_with(other)
+        pairs_of_paths = [(None, None), *((theirs, ours) for ours, theirs in shared.items())]
+        return bool(shared) and all(
+            self._shapes(mine) == other._shapes(its) for mine, its in pairs_of_paths
+        )
+
+    def shared_with(self, live: "Layout") -> dict[str, str]:
+        """The paths here of the weights of a live optimizer, by their paths there.
+
+        A Sequential model that is loaded has weights without its name in their paths.
+        """
+        found: dict[str, str] = {}
+        for path in live.weights or []:
+            same = [x for x in self.weights or [] if f"/{x}".endswith(f"/{path}")]
+            same = same or [x for x in self.weights or [] if f"/{path}".endswith(f"/{x}")]
+            if len(same) == 1:
+                found[path] = same[0]
+        return found if len(set(found.values())) == len(found) else {}
+
+    def _slots_of_numbers(self) -> list[list[Any]]:
+        return [self.slots[i] for i in self.numbers]
+
+    def _shapes(self, path: str | None) -> dict[str, list[int]]:
+        return {name: self.slots[i][1:] for name, i in self.by_weight[path].items()}
+
+    def places_for(self, live: "Layout") -> list[int | None]:
+        """For each of the `numbers` of a live optimizer its place here; None if it has none."""
+        if not self.is_of_other_weights(live):
+            return list(self.numbers)
+        shared = self.shared_with(live)
+        pairs = [(None, None), *shared.items()]
+        places = {
+            place: self.by_weight[here][name]
+            for there, here in pairs
+            for name, place in live.by_weight[there].items()
+        }
+        return [places.get(i) for i in live.numbers]
+
     def holds_as(self, other: "Layout") -> bool:
         """Whether the variables of both hold the same things in the same way."""
         parts = [
@@ -77,22 +156,27 @@ def layout_of(optimizer: Any) -> Layout:
     A slot's name, such as "velocity", follows the path of its variable, which another instance of
     the same model may have numbered differently: the path is left out.
     """
-    prefixes = [path.replace("/", "_") + "_" for path in optimizer.variable_paths]
-
-    def slot_of(variable: Variable) -> str:
-        found = [variable.name[len(x) :] for x in prefixes if variable.name.startswith(x)]
-        return min(found, key=len, default=variable.name)
-
+    prefixes = {p.replace("/", "_") + "_": i for i, p in enumerate(optimizer.variable_paths)}
     inner = optimizer.inner_optimizer
-    slots = [[slot_of(v), *map(int, v.shape)] for v in inner.variables]
+    slots: list[list[Any]] = []
+    owners: list[int | None] = []
+    for variable in inner.variables:
+        # One path may begin another: the longest is meant.
+        found = [x for x in prefixes if variable.name.startswith(x)]
+        prefix = max(found, key=len, default="")
+        slots.append([variable.name.removeprefix(prefix), *map(int, variable.shape)])
+        owners.append(prefixes.get(prefix))
     places = {id(v): i for i, v in enumerate(trainable_variables_of(inner))}
     views = optimizer.stored.weights if optimizer.stored else {}
     held = [views[id(v)].variable for v in inner.variables if id(v) in views]
-    return Layout(slots, [places[id(v)] for v in held])
+    rows = [places[id(v)] for v in held]
+    return Layout(slots, rows, list(optimizer.variable_paths), owners)
 
 
 def load(optimizer: Any, stored: Layout, store: Mapping[str, Any]) -> None:
     """Assign what a file of another layout holds to the inner optimizer, and the weights' float32.
+
+    If the file is of other weights, this is what it holds for those that it shares.
 
     Args:
         optimizer: the live one. Its weights have been loaded already.
@@ -101,7 +185,10 @@ def load(optimizer: Any, stored: Layout, store: Mapping[str, Any]) -> None:
     """
     inner = optimizer.inner_optimizer
     arrays = [to_numpy(store[str(i)]) for i in range(len(stored.slots))]
-    for place, target in zip(stored.numbers, numbers_of(inner, optimizer.stored), strict=True):
+    places = stored.places_for(layout_of(optimizer))
+    for place, target in zip(places, numbers_of(inner, optimizer.stored), strict=True):
+        if place is None:
+            continue
         parts = arrays[place : place + 1 + stored.has_scales(place)]
         _load_number([ops.convert_to_tensor(x) for x in parts], target)
     _load_weights(optimizer, stored, arrays)
@@ -128,6 +215,8 @@ def _load_weights(optimizer: Any, stored: Layout, arrays: Sequence[np.ndarray]) 
     targets = {id(view.variable): view for view in views}
     exact: dict[int, Tensor] = {}
     for row, place in zip(_rows(optimizer, stored), stored.exact, strict=False):
+        if row is None:
+            continue
         exact[id(weights[row])] = _exact(weights[row], ops.convert_to_tensor(arrays[place]))
     for weight in weights:
         value = exact.get(id(weight), ops.cast(weight, "float32"))
@@ -137,12 +226,22 @@ def _load_weights(optimizer: Any, stored: Layout, arrays: Sequence[np.ndarray]) 
             weight.assign(value)
 
 
-def _rows(optimizer: Any, stored: Layout) -> list[int]:
-    """The rows of the weights that remainders and masters in a file belong to."""
+def _rows(optimizer: Any, stored: Layout) -> Sequence[int | None]:
+    """The rows of the weights that remainders and masters in a file belong to.
+
+    None for those of weights that the optimizer does not update.
+    """
     if stored.rows is not None:
-        return stored.rows
-    number, live = len(stored.exact), layout_of(optimizer).rows or []
-    for rows in (live, list(range(len(optimizer.variable_paths)))):
+        live = layout_of(optimizer)
+        if not stored.is_of_other_weights(live):
+            return stored.rows
+        shared = stored.shared_with(live)
+        rows_of = {
+            shared[path]: row for row, path in enumerate(live.weights or []) if path in shared
+        }
+        return [rows_of.get((stored.weights or [])[row]) for row in stored.rows]
+    number, live_rows = len(stored.exact), layout_of(optimizer).rows or []
+    for rows in (live_rows, list(range(len(optimizer.variable_paths)))):
         if len(rows) == number:
             return rows
     warn(
