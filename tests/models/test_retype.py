@@ -358,3 +358,19 @@ def test_lora_trains_float32_adapters_on_a_bfloat16_base(tmp_path):
     body = loaded.layers[0]
     assert (body._kernel.dtype, body.lora_kernel_a.dtype) == ("bfloat16", "float32")
     assert fit(loaded, 2)[-1] < losses[0]
+
+
+@pytest.mark.quick
+def test_layers_that_were_frozen_in_the_conversion_train_when_they_are_not_any_more():
+    """On TensorFlow a weight becomes another variable, which tapes watch if it is trainable."""
+    model = model_of(epochs=0)
+    body = model.get_layer("body")
+    body.trainable = False
+    kmp.to_mixed_precision(model, "bfloat16")
+    assert not body.kernel.trainable
+    body.trainable = True
+    model.compile(kmp.scaled(Adam(0.1)), "mse")
+    before = ops.convert_to_numpy(ops.cast(body.kernel, "float32"))
+    model.fit(X, np.eye(3)[Y], verbose=0)
+    after = ops.convert_to_numpy(ops.cast(body.kernel, "float32"))
+    assert (after != before).mean() > 0.5

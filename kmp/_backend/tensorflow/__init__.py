@@ -465,10 +465,13 @@ class TensorFlowBackend(Backend):
 
     def retype(self, variable: Variable, value: Tensor) -> Callable[[], None]:
         # A `tf.Variable` has one dtype: another takes its place, on the same replicas.
-        before, old = variable._dtype, variable._value
+        before, old, is_trained = variable._dtype, variable._value, variable.trainable
         variable._dtype = value.dtype.name
+        # Tapes watch what was trainable when it was made: its layer may be frozen for now only.
+        variable.trainable = old.trainable
         with getattr(old, "distribute_strategy", tf.distribute.get_strategy()).scope():
             variable._initialize(value)
+        variable.trainable = is_trained
 
         def undo() -> None:
             variable._dtype, variable._value = before, old
