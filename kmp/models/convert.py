@@ -36,7 +36,7 @@ from kmp.models.indices import (
     normalizes,
     roundings,
 )
-from kmp.models.optimizers import Rebuilding, scale_losses
+from kmp.models.optimizers import Rebuilding, compiled_models, scale_losses
 from kmp.models.output_layers import called_models, output_layers
 from kmp.models.policies import remember_policies
 from kmp.models.pooling import ADDS_UP_IN_HALF, error_of_averages
@@ -150,9 +150,11 @@ def to_mixed_precision(
     changes = [
         change for layer, new, _ in plan for change in dtype_changes(layer, new, policy.param_dtype)
     ]
-    rebuild = Rebuilding(model, policy) if changes else None
-    untried = _convert(model, policy, plan, changes, rebuild.exact if rebuild else {})
-    rebuilt = rebuild() if rebuild else ""
+    compiled = compiled_models(model)
+    rebuilds = [Rebuilding(x, policy, of) for of, x in compiled.items()] if changes else []
+    exact = {key: value for each in rebuilds for key, value in each.exact.items()}
+    untried = _convert(model, policy, plan, changes, exact)
+    said = [rebuild() for rebuild in rebuilds]
     forget_functions(model)
     remember_policies(model)
     rows = [
@@ -165,7 +167,8 @@ def to_mixed_precision(
         )
         for layer, new, why in plan
     ]
-    optimizer = "\n".join(filter(None, [rebuilt, scale_losses(model, policy)]))
+    said += [scale_losses(each, policy, of) for of, each in compiled.items()]
+    optimizer = "\n".join(filter(None, said))
     rounded = told_of_models(Program(model)) if policy.compute_dtype in HALF_DTYPES else ""
     return ConversionReport(tuple(rows), optimizer, untried, rounded)
 

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-from keras import ops
+from keras import Model, ops
 
 from kmp._backend.types import Tensor
 from kmp._common import warn
-from kmp._keras import replace_optimizer
+from kmp._keras import layers_of, replace_optimizer
 from kmp._keras.optimizer import (
     chooses_by_function,
     inner_optimizer_of,
@@ -33,10 +33,21 @@ def scales_the_loss(optimizer: Any) -> bool:
     return optimizer.loss_scale_factor is not None
 
 
-def scale_losses(model: Any, policy: Policy) -> str:
+def compiled_models(model: Any) -> dict[str, Any]:
+    """A model and the models in it that have optimizers of their own.
+
+    Such as the discriminator of a GAN that is compiled beside the model of both. By what stands
+    before the names of their attributes: "" for the model itself, else the nested model's name.
+    """
+    nested = [x for x in layers_of(model) if x is not model and isinstance(x, Model)]
+    return {"": model} | {f"{x.name}.": x for x in nested if optimizers_of(x)}
+
+
+def scale_losses(model: Any, policy: Policy, prefix: str = "") -> str:
     """Wrap the optimizer of a compiled model where float16 needs it, and say what was done.
 
     Other optimizers stay as they are: only the author of the train step can scale their losses.
+    What is said begins with the prefix, the name of a nested model.
     """
     half = half_dtype() if policy.adapts else policy.compute_dtype
     said = []
@@ -46,20 +57,22 @@ def scale_losses(model: Any, policy: Policy) -> str:
         if scales_the_loss(optimizer):
             continue
         if is_wrapped:  # the optimizer itself cannot look into the layers
-            said.append(f"{name} does not scale the loss: float16 loses gradients below 6e-8.")
+            said.append(
+                f"{prefix}{name} does not scale the loss: float16 loses gradients below 6e-8."
+            )
             warn(f"{said[-1]} Compile with kmp.scaled(..., loss_scale='dynamic').")
             continue
         if name != "optimizer":
             said.append(
-                f"{name} ({kind}) does not scale the loss. Write {name}=kmp.scaled({kind}, ...), "
-                f"and {name}.scale_loss(loss) in train_step."
+                f"{prefix}{name} ({kind}) does not scale the loss. Write "
+                f"{name}=kmp.scaled({kind}, ...), and {name}.scale_loss(loss) in train_step."
             )
             continue
         scaled = LossScaleOptimizer(optimizer)
         if optimizer.built:
-            scaled.build(model.trainable_variables)
+            scaled.build(trainable_variables_of(optimizer))
         replace_optimizer(model, scaled)
-        said.append(f"{kind} was wrapped in kmp.LossScaleOptimizer, with its state.")
+        said.append(f"{prefix}{kind} was wrapped in kmp.LossScaleOptimizer, with its state.")
     return "\n".join(said)
 
 
@@ -72,6 +85,7 @@ class Rebuilding:
         model: compiled or not.
         policy: the one that the model is converted to. If it has parameters in half precision,
             optimizers that kmp has not wrapped are wrapped.
+        prefix: the name of a nested model, with which what is said begins.
 
     Attributes:
         exact: float32 values of the weights that have remainders or masters, or will have, by
@@ -81,8 +95,8 @@ class Rebuilding:
         ValueError: if one that has state cannot be made anew. The model stays as it was.
     """
 
-    def __init__(self, model: Any, policy: Policy):
-        self._model, self._policy = model, policy
+    def __init__(self, model: Any, policy: Policy, prefix: str = ""):
+        self._model, self._policy, self._prefix = model, policy, prefix
         self._optimizers = optimizers_of(model)
         built = {name: x for name, x in self._optimizers.items() if x.built}
         self._anew = {name: _made_anew(inner_optimizer_of(x)) for name, x in built.items()}
@@ -99,7 +113,7 @@ class Rebuilding:
         """Give the model its new optimizers; say what was done."""
         said = []
         for name, optimizer in self._optimizers.items():
-            kind = type(inner_optimizer_of(optimizer)).__name__
+            kind = self._prefix + type(inner_optimizer_of(optimizer)).__name__
             new = self._like(name, optimizer)
             if optimizer.built:
                 new.build(trainable_variables_of(inner_optimizer_of(optimizer)))

@@ -148,3 +148,43 @@ def test_a_model_compiled_with_strings_keeps_its_training_state_in_files(tmp_pat
     for old, new in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
         assert np.array_equal(old.numpy(), new.numpy())
     loaded.fit(x, x[:, :2], verbose=0)
+
+
+def gan():
+    """As in Keras's first examples: the discriminator is compiled, frozen, and compiled in both."""
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense
+    generator = keras.Sequential([keras.Input((8,)), dense(16, "relu"), dense(4)])
+    critic = keras.Sequential([keras.Input((4,)), dense(16, "relu"), dense(1)], name="critic")
+    critic.compile(keras.optimizers.Adam(0.01), "mse", auto_scale_loss=False)
+    critic.train_on_batch(np.ones((4, 4)), np.ones((4, 1)))
+    critic.trainable = False
+    noise = keras.Input((8,))
+    both = keras.Model(noise, critic(generator(noise)))
+    both.compile(keras.optimizers.Adam(0.01), "mse")
+    return critic, both
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+def test_a_model_inside_that_is_compiled_by_itself(policy):
+    critic, both = gan()
+    report = kmp.to_mixed_precision(both, policy)
+    assert "critic.Adam was wrapped" in report.optimizer
+    assert isinstance(critic.optimizer, kmp.LossScaleOptimizer)
+    assert int(critic.optimizer.inner_optimizer.iterations) == 1
+    assert kmp.audit(both).of_kind("unscaled float16") == ()
+    critic.trainable = True
+    before = [keras.ops.convert_to_numpy(keras.ops.cast(w, "float32")) for w in critic.weights]
+    losses = [float(critic.train_on_batch(X[:, :4], np.zeros((len(X), 1)))) for _ in range(30)]
+    assert losses[-1] < losses[0] / 2
+    for weight, was in zip(critic.weights, before, strict=True):
+        now = keras.ops.convert_to_numpy(keras.ops.cast(weight, "float32"))
+        assert (now != was).mean() > 0.5
+
+
+def test_the_audit_looks_at_the_optimizers_of_models_inside():
+    keras.config.set_dtype_policy("mixed_float16")
+    _, both = gan()
+    both.compile(kmp.scaled("adam"), "mse")
+    (finding,) = kmp.audit(both).of_kind("unscaled float16")
+    assert "critic.Adam does not scale the loss" in finding.problem
