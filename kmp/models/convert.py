@@ -79,6 +79,8 @@ def to_mixed_precision(
     - under float16, layers that add up 256 squares or more, as `UnitNormalization` does: beyond
       65504 the sum is inf, and what is divided by its root becomes 0. A layer that has more weights
       than squares computes in float16, and `kmp.audit` says what to do;
+    - layers that decompose matrices or signals, by `keras.ops.cholesky`, `eigh`, `inv`, `fft` and
+      the like, which not each backend can in half precision;
     - layers that update variables of theirs when they are called, such as a moving average or
       `SpectralNormalization`, because Keras would hand them the variables rounded;
     - layers that carry indices. An `Embedding`, a one-hot vector, a gather, a table or any other

@@ -1,4 +1,4 @@
-"""Layers that half precision harms: in losses they add, their state, constants and sums.
+"""Layers that half precision harms: in losses they add, state, constants, sums, decompositions.
 
 Keras hands a layer its variables rounded to the dtype that it computes in. A moving average that
 is updated from its own rounded value stalls, although the variable itself is float32: steps below
@@ -8,21 +8,24 @@ are added in the dtype that the layer computes in, and TensorFlow does not add t
 float32.
 """
 
+import itertools
 from typing import Any
 
-from keras import Model
+from keras import Layer, Model
 from keras.layers import RNN
 
 from kmp._keras import path_of
+from kmp._keras.calls import Call
 from kmp.models.constants import HAS_A_CONSTANT, lost_constants
 from kmp.models.indices import Rounding
-from kmp.models.programs import Program
+from kmp.models.programs import Program, call_of, received, whose
 from kmp.models.sums_by_index import ADDS_UP_BY_INDEX, sums_by_index
 from kmp.models.sums_of_squares import ADDS_UP_SQUARES, sums_of_squares
 from kmp.precision.trees import HALF_DTYPES
 
 ROUNDED_STATE = "updates its state, which half precision would round"
 HALF_LOSSES = "adds a loss"
+DECOMPOSES = "decomposes matrices or signals, which half precision cannot"
 
 
 def rounded_updates(program: Program) -> dict[Any, tuple[str, list[str]]]:
@@ -46,6 +49,22 @@ def half_losses(program: Program) -> dict[Any, str]:
     }
 
 
+def decomposing(program: Program) -> list[Layer]:
+    """The layers whose code factors matrices, inverts them, or takes Fourier transforms.
+
+    Not each backend has that in half precision; where one has not, it raises when the model runs,
+    and not yet in a symbolic call.
+    """
+    found: list[Layer] = []
+    inside: Call | None = None
+    for each in itertools.chain.from_iterable(x or () for x in program.operations_in_float32):
+        if call := call_of(each):
+            inside = call if received(each) else call.parent
+        elif each.kind == "decompose" and (layer := whose(inside)):
+            found.append(layer)
+    return found
+
+
 def harmed_layers(program: Program) -> dict[int, Rounding]:
     """The layers that are exact if they compute in float32, by their ids.
 
@@ -56,6 +75,7 @@ def harmed_layers(program: Program) -> dict[int, Rounding]:
     by_index = [each.layer for each in sums_by_index(program) if each.is_cheap_in_float32]
     found = dict.fromkeys(constants, HAS_A_CONSTANT) | dict.fromkeys(sums, ADDS_UP_SQUARES)
     found |= dict.fromkeys(by_index, ADDS_UP_BY_INDEX)
+    found |= dict.fromkeys(decomposing(program), DECOMPOSES)
     found |= dict.fromkeys(half_losses(program), HALF_LOSSES)
     found |= dict.fromkeys(rounded_updates(program), ROUNDED_STATE)
     return {

@@ -215,3 +215,38 @@ def test_who_is_told_to_write_another_number():
         assert finding.advice.startswith("Use 32752, or keep it in float32")
     (finding,) = kmp.audit(stack(layers.UnitNormalization())).of_kind("constant")
     assert finding.advice.startswith('Give the layer dtype="float32"')
+
+
+def gram(x):
+    """Positive definite matrices: float32[n, 2, 2] of float32[n, 4]."""
+    squares = ops.reshape(x, (-1, 2, 2))
+    return ops.matmul(squares, ops.swapaxes(squares, 1, 2)) + ops.eye(2, dtype=x.dtype)
+
+
+DECOMPOSITIONS = {
+    "cholesky": lambda x: ops.reshape(ops.cholesky(gram(x)), (-1, 4)),
+    "eigh": lambda x: ops.eigh(gram(x))[0],
+    "fft": lambda x: ops.fft((x, ops.zeros_like(x)))[0],
+    "inv": lambda x: ops.reshape(ops.inv(gram(x)), (-1, 4)),
+    "qr": lambda x: ops.reshape(ops.abs(ops.qr(gram(x))[1]), (-1, 4)),
+    "solve": lambda x: ops.reshape(ops.solve(gram(x), gram(ops.flip(x, axis=-1))), (-1, 4)),
+    "svd": lambda x: ops.svd(gram(x), compute_uv=False),
+}
+
+
+@pytest.mark.parametrize("name", DECOMPOSITIONS)
+@pytest.mark.parametrize("policy", HALVES)
+def test_layers_that_decompose_stay_in_float32(name, policy):
+    """Not each backend has these in half precision; where it has not, only a run raises."""
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    middle = layers.Lambda(DECOMPOSITIONS[name], name="code")
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), middle, layers.Dense(2)])
+    report = kmp.to_mixed_precision(model, policy)
+    (row,) = [each for each in report.rows if each.path.endswith("code")]
+    assert row.reason.startswith("decomposes matrices or signals")
+    first, middle, _ = model.layers
+    expected = DECOMPOSITIONS[name](ops.cast(first(x), "float32"))
+    np.testing.assert_array_equal(*map(ops.convert_to_numpy, (middle(first(x)), expected)))
+    assert np.isfinite(model.predict(x, verbose=0)).all()
+    model.compile(kmp.scaled("sgd"), "mse")
+    model.fit(x, np.zeros((8, 2)), verbose=0)

@@ -14,6 +14,8 @@ _NAMES = {
     "add": "add",
     "bound": "clamp max min",
     "cast": "convert_element_type",
+    "decompose": "cholesky eig eigh fft geqp3 geqrf hessenberg householder_product lu ormqr qr "
+    "schur svd triangular_solve tridiagonal tridiagonal_solve",
     "equal": "eq ne",
     "look up": "gather",
     "move": "broadcast_in_dim concatenate copy dynamic_slice pad reshape rev select_n slice split "

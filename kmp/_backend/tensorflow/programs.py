@@ -12,6 +12,10 @@ _NAMES = {
     "add": "Add AddN AddV2",
     "bound": "ClipByValue Maximum Minimum",
     "cast": "AsString Cast",
+    "decompose": "Cholesky Eig FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND IRFFT IRFFT2D "
+    "IRFFT3D LogMatrixDeterminant Lu MatrixDeterminant MatrixExponential MatrixInverse "
+    "MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr RFFT "
+    "RFFT2D RFFT3D ScaleAndTranslate SelfAdjointEigV2 Svd",
     "equal": "Equal NotEqual",
     "look up": "GatherNd GatherV2",
     "move": "BroadcastTo ConcatV2 ExpandDims Identity Pack Pad PadV2 Reshape ReverseV2 SelectV2 "

@@ -15,6 +15,10 @@ _NAMES = {
     "add": "add",
     "bound": "clamp clamp_max clamp_min maximum minimum",
     "cast": "_to_copy copy",
+    "decompose": "_fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_eigh _linalg_slogdet "
+    "_linalg_solve_ex _linalg_svd cholesky cholesky_solve linalg_cholesky_ex linalg_eig "
+    "linalg_inv_ex linalg_ldl_factor_ex linalg_lstsq linalg_lu linalg_lu_factor_ex linalg_qr "
+    "linalg_solve_triangular triangular_solve",
     "equal": "eq ne",
     "look up": "embedding index take",
     "move": "_unsafe_view alias cat clone constant_pad_nd detach empty_like expand flip "
