@@ -26,6 +26,7 @@ AUDIT_RULES: dict[str, Callable[[Program], Findings]] = {
     "rounded variables": _of_model(training.rounded_variables),
     "half statistics": layers.half_statistics,
     "half softmax": _of_model(training.half_softmax),
+    "half output": _of_model(training.half_output),
     "half loss": training.half_loss,
     "half metric": _of_model(training.half_metric),
     "activity regularizer": _of_model(layers.activity_regularizer),

@@ -39,6 +39,7 @@ from kmp.models.output_layers import output_layers
 from kmp.models.programs import Program
 from kmp.models.recurrence import adds_up_steps
 from kmp.models.side_effects import CAST_LOSS, half_losses, loss_problem
+from kmp.precision.float_formats import formats
 from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.optimizer import LossScaleOptimizer
 
@@ -53,6 +54,14 @@ _CORRECTION = {
 # Optimizers whose steps are as long as the learning rate, or shorter.
 _STEPS_OF_THE_RATE = (*_CORRECTION, "Adamax", "Lion")
 _TOLERATED_STANDSTILL = 0.5  # share of the weights that no step moves, above which it is a finding
+
+
+# Keras's losses of numbers, as `_function_name` has them.
+_REGRESSIONS = {
+    *("huber", "log_cosh", "logcosh", "mae", "mape", "mse", "msle", "poisson"),
+    *("mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_error"),
+    "mean_squared_logarithmic_error",
+}
 
 
 def unscaled_float16(model: Any) -> Findings:
@@ -264,6 +273,21 @@ def half_softmax(model: Any) -> Findings:
                 "End in kmp.layers.Float32OutputDense without an activation, and give the loss "
                 "from_logits=True.",
             )
+
+
+def half_output(model: Any) -> Findings:
+    """Predictions of numbers in half precision; probabilities have other findings."""
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    if not any(_function_name(x) in _REGRESSIONS for x in losses if x is not None):
+        return
+    for layer in _half_outputs(model):
+        dtype = layer.compute_dtype
+        yield (
+            path_of(layer),
+            f"it returns {dtype}: predictions have {formats[dtype].decimal_digits} digits, and of "
+            f"the whole numbers beyond {whole_numbers(dtype)} some are others.",
+            _FLOAT32_OUTPUTS,
+        )
 
 
 def half_loss(program: Program) -> Findings:

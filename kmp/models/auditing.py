@@ -77,6 +77,7 @@ def audit(model: keras.Model) -> AuditReport:
       other variables that a layer rounds when it updates them; and an average pooling of so many
       numbers that it is wrong where this machine adds them up in half precision;
     - `"half softmax"`: probabilities in half precision with a loss that takes their logarithm;
+    - `"half output"`: a regression whose last layer returns half precision;
     - `"half loss"`: a loss whose own dtype is half precision, or that a layer adds in it;
     - `"half metric"`: functions that Keras evaluates in the outputs' half precision;
     - `"activity regularizer"`: Keras sums it in half precision, and `fit` raises on TensorFlow;

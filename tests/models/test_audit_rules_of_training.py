@@ -414,3 +414,29 @@ def test_variables_that_keras_rounds_although_the_layer_forbids_it(where):
         assert "offset in bfloat16" in found[0].problem
         keras.config.set_dtype_policy("float32")
         assert not kmp.audit(keras.Sequential([keras.Input((1,)), Position(where)]))
+
+
+@pytest.mark.parametrize(
+    "loss", ["mse", "huber", keras.losses.mean_absolute_error, keras.losses.LogCosh()]
+)
+def test_regressions_that_end_in_half_precision_are_named_and_the_advice_works(loss):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    years = np.arange(1995, 2026, dtype="float32")[:, None]
+
+    def of_years(last):
+        model = keras.Sequential([keras.Input((1,), dtype="float32"), layers.Dense(1), last])
+        model.compile(kmp.scaled("sgd"), loss)
+        kernel, bias = model.layers[0].weights
+        kernel.assign([[0.0625]]), bias.assign([0])
+        model.layers[1].kernel.assign([[1.0]])
+        return model, len(np.unique(model.predict(years - 1995, verbose=0) + 0))
+
+    ends = {"kernel_initializer": "ones", "bias_initializer": keras.initializers.Constant(2000)}
+    rounded, few_numbers = of_years(layers.Dense(1, **ends))
+    (finding,) = kmp.audit(rounded).of_kind("half output")
+    assert finding.path == path_of(rounded.layers[-1]) and "have 2 digits" in finding.problem
+    advised, numbers = of_years(kmp.layers.Float32OutputDense(1, **ends))
+    assert kmp.audit(advised).of_kind("half output") == ()
+    assert few_numbers == 1 and numbers == len(years)
+    rounded.compile(kmp.scaled("sgd"), keras.losses.BinaryCrossentropy(from_logits=True))
+    assert kmp.audit(rounded).of_kind("half output") == ()
