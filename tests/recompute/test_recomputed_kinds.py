@@ -36,6 +36,10 @@ KINDS = {
     "frozen": lambda: [frozen(), layers.Dense(WIDTH)],
     "lora": lambda: [layers.Dense(WIDTH, lora_rank=2, activity_regularizer="l2")],
     "lstm": lambda: [layers.LSTM(WIDTH, return_sequences=True)],
+    # It forgets its masks at the end of its call.
+    "lstm with dropout": lambda: [
+        layers.LSTM(WIDTH, return_sequences=True, dropout=0.3, recurrent_dropout=0.2, seed=7)
+    ],
     "model": lambda: [keras.Sequential([layers.Dense(WIDTH), layers.Dropout(0.2)])],
     "noise": lambda: [layers.TimeDistributed(layers.Dense(WIDTH)), layers.GaussianNoise(0.1)],
     # It assigns the weights that it trains: their gradient is that of the new values.

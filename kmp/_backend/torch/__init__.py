@@ -12,7 +12,11 @@ import numpy as np
 import torch
 from keras import ops
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from kmp._backend.base import (
     MURMUR3,
@@ -280,7 +284,10 @@ class TorchBackend(Backend):
         contexts: dict[str, Any] = {}
         if policy is not None:
             contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-        return checkpoint(function, *inputs, use_reentrant=False, **contexts)
+        # PyTorch would end the second run by an exception as soon as it has all that is needed, and
+        # skip what a layer does last: Keras's RNNs forget their dropout masks there.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(function, *inputs, use_reentrant=False, **contexts)
 
     def recompute_policy(self, policy: Any) -> Any:
         if policy == "dots_saveable":
