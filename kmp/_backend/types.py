@@ -88,9 +88,9 @@ class Operation(NamedTuple):
             "number": a constant that is one number; the same may be listed twice;
             "sequence": several numbers that come from nowhere (a range, an array in the code);
             "cast": numbers become those of another dtype;
-            "bound": the larger or the smaller of each two;
-            "decompose": factors of matrices, and what is computed by them, or of Fourier's, which
-                not each backend has in half precision;
+            "bound": the larger or the smaller of each two is taken;
+            "decompose": matrices are factored or inverted, or Fourier transforms taken, which not
+                each backend can in half precision;
             "equal": they are compared for being the same;
             "order": they are compared for which is larger;
             "wave": their sine or cosine;

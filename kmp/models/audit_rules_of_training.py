@@ -34,7 +34,7 @@ from kmp.layers import Float32OutputDense
 from kmp.models.audit_rules_of_layers import Findings, half_layers
 from kmp.models.biases import stalls_by_its_bias
 from kmp.models.indices import whole_numbers
-from kmp.models.optimizers import compiled_models, scales_the_loss
+from kmp.models.optimizers import scales_the_loss
 from kmp.models.output_layers import output_layers
 from kmp.models.programs import Program
 from kmp.models.recurrence import adds_up_steps
@@ -66,19 +66,14 @@ _REGRESSIONS = {
 
 def unscaled_float16(model: Any) -> Findings:
     """float16 computation under an optimizer that does not scale the loss."""
-    for prefix, each in compiled_models(model).items():
-        yield from _unscaled_float16(each, prefix)
-
-
-def _unscaled_float16(model: Any, prefix: str) -> Findings:
     layers = [x for x in layers_of(model) if x.compute_dtype == "float16"]
     for name, optimizer in optimizers_of(model).items() if layers else ():
         if not scales_the_loss(optimizer):
             kind = type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
             yield (
                 path_of(layers[-1]),
-                f"{len(layers)} layers compute in float16, and {prefix}{kind} does not scale the "
-                "loss: gradients below 6e-8 become zero.",
+                f"{len(layers)} layers compute in float16, and {kind} does not scale the loss: "
+                "gradients below 6e-8 become zero.",
                 f"Compile with kmp.scaled({kind}, ...)."
                 if name == "optimizer"
                 else f"Write {name}=kmp.scaled({kind}, ...), and {name}.scale_loss(loss) in "
@@ -284,8 +279,8 @@ def half_output(model: Any) -> Findings:
         dtype = layer.compute_dtype
         yield (
             path_of(layer),
-            f"it returns {dtype}: predictions have {formats[dtype].decimal_digits} digits, and of "
-            f"the whole numbers beyond {whole_numbers(dtype)} some are others.",
+            f"it returns {dtype}: predictions have {formats[dtype].decimal_digits} digits, and "
+            f"whole numbers beyond {whole_numbers(dtype)} are rounded.",
             _FLOAT32_OUTPUTS,
         )
 
