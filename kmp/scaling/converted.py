@@ -115,7 +115,8 @@ class Layout:
         """
         found: dict[str, str] = {}
         for path in live.weights or []:
-            same = [x for x in self.weights or [] if f"/{x}".endswith(f"/{path}")]
+            same = [x for x in self.weights or [] if x == path]
+            same = same or [x for x in self.weights or [] if x.endswith(f"/{path}")]
             same = same or [x for x in self.weights or [] if f"/{path}".endswith(f"/{x}")]
             if len(same) == 1:
                 found[path] = same[0]

@@ -9,6 +9,7 @@ import pytest
 from keras import layers
 
 import kmp
+from kmp.scaling.converted import Layout
 from kmp.scaling.restored import slots_by_path
 
 X = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
@@ -145,6 +146,16 @@ def test_weights_of_other_names_are_refused_and_the_advice_works(tmp_path):
     for mine, theirs in zip(model.weights, other.weights, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert not keras.models.load_model(tmp_path / "model.keras", compile=False).compiled
+
+
+def test_weights_are_the_same_by_their_whole_paths_or_by_all_but_the_models_name():
+    stored = Layout([], [], ["dense/kernel", "block/dense/kernel", "m/head/kernel"])
+    live = Layout([], [], ["dense/kernel", "head/kernel", "other/head/bias"])
+    shared = {"dense/kernel": "dense/kernel", "head/kernel": "m/head/kernel"}
+    assert stored.shared_with(live) == shared
+    assert (
+        Layout([], [], ["a/x/kernel", "b/x/kernel"]).shared_with(Layout([], [], ["x/kernel"])) == {}
+    )
 
 
 def test_a_file_without_the_name_of_the_model_in_its_paths(tmp_path):
