@@ -150,8 +150,8 @@ def max_abs(tree: Tree) -> Tensor:
     """Return the largest absolute value of the finite numbers in a structure of gradients.
 
     Args:
-        tree: nested structure of tensors of any shape. Integers, bools and None are ignored. Rows
-            of `tf.IndexedSlices` with the same index are summed first.
+        tree: nested structure of tensors of any shape. Integers, bools, complex numbers and None
+            are ignored. Rows of `tf.IndexedSlices` with the same index are summed first.
 
     Returns:
         float32[], 0 for an empty structure, inf for a float64 value too large for float32.
