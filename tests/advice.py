@@ -1456,6 +1456,19 @@ def metric(last):
     return Outcome(said, "found" if "half metric" in said else "clean", abs(found / true - 1))
 
 
+def predicted_years(last):
+    """Which share of 31 years cannot be told apart in what a regression predicts."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    ends = {"kernel_initializer": "ones", "bias_initializer": keras.initializers.Constant(2000)}
+    with heard():
+        model = keras.Sequential([keras.Input((1,)), last(1, **ends)])
+        model.compile(kmp.scaled("adam"), "mse")
+        years = model.predict(np.arange(31.0, dtype="float32")[:, None], verbose=0)
+        said = str(kmp.audit(model))
+    told = len(np.unique(years.astype("float32")))
+    return Outcome(said, "found" if "half output" in said else "clean", 1 - told / 31)
+
+
 def under_floatx(name):
     keras.config.set_floatx(name)
     try:
@@ -1701,6 +1714,17 @@ OF_AUDIT = [
         lambda: metric(lambda: layers.Dense(1)),
         "as it says; how far the metric is from the one in NumPy",
         lambda: metric(head),
+        state="clean",
+        float32=None,
+        tolerance=0.0,
+    ),
+    A(
+        "audit: half output",
+        "Let the last layer return float32, for example kmp.layers.Float32OutputDense",
+        "the years from 2000 to 2030, predicted in bfloat16",
+        lambda: predicted_years(layers.Dense),
+        "as it says; the share of years that cannot be told apart",
+        lambda: predicted_years(kmp.layers.Float32OutputDense),
         state="clean",
         float32=None,
         tolerance=0.0,
