@@ -19,7 +19,7 @@ from keras.layers import Activation, Lambda
 from kmp._backend.types import KEEPING, Operation, Value
 from kmp._keras import is_inner_layer, is_kerass_own
 from kmp._keras.calls import Call
-from kmp.models.programs import Program, call_of, received
+from kmp.models.programs import Program, with_callers
 from kmp.precision.float_formats import formats
 from kmp.precision.trees import HALF_DTYPES
 
@@ -122,7 +122,6 @@ def _constants_by_call(
 ) -> dict[str, tuple[Call, list[Constant]]]:
     """The constants in the code of each call, by the call's key."""
     found: dict[str, tuple[Call, list[Constant]]] = {}
-    inside: Call | None = None
     takers: dict[Value, list[Operation]] = {}
     halves: dict[Value, str] = {}  # the half precision that values are in, or were until a cast
     for each in operations or ():
@@ -131,10 +130,8 @@ def _constants_by_call(
             if each.kind == "cast" and value.dtype in HALF_DTYPES:
                 halves |= dict.fromkeys(each.outputs, value.dtype)
         halves |= {x: x.dtype for x in (*each.inputs, *each.outputs) if x.dtype in HALF_DTYPES}
-    for each in operations or ():
-        if call := call_of(each):
-            inside = call if received(each) else call.parent
-        elif each.kind == "number" and inside is not None:
+    for each, inside in with_callers(operations or ()):
+        if each.kind == "number" and inside is not None:
             _, constants = found.setdefault(inside.key, (inside, _passed(inside)))
             constants.append(_computed_with(each.outputs[0], takers, halves))
     return found

@@ -1,7 +1,7 @@
 """What a model computes, as the operations of a symbolic call, with marks for calls and weights."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -122,6 +122,17 @@ def call_of(operation: Operation) -> Call | None:
 def received(operation: Operation) -> bool:
     """Whether a mark is on the inputs of a call."""
     return operation.label[1] == "input"
+
+
+def with_callers(
+    operations: Iterable[Operation],
+) -> Iterator[tuple[Operation, Call | None]]:
+    """Each operation, and the call in whose code it is."""
+    inside: Call | None = None
+    for each in operations:
+        if call := call_of(each):
+            inside = call if received(each) else call.parent
+        yield each, inside
 
 
 def code_of(call: Call | None) -> Any:

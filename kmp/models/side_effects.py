@@ -8,17 +8,15 @@ are added in the dtype that the layer computes in, and TensorFlow does not add t
 float32.
 """
 
-import itertools
 from typing import Any
 
 from keras import Layer, Model
 from keras.layers import RNN
 
 from kmp._keras import path_of
-from kmp._keras.calls import Call
 from kmp.models.constants import HAS_A_CONSTANT, lost_constants
 from kmp.models.indices import Rounding
-from kmp.models.programs import Program, call_of, received, whose
+from kmp.models.programs import Program, whose, with_callers
 from kmp.models.sums_by_index import ADDS_UP_BY_INDEX, sums_by_index
 from kmp.models.sums_of_squares import ADDS_UP_SQUARES, sums_of_squares
 from kmp.precision.trees import HALF_DTYPES
@@ -56,12 +54,10 @@ def decomposing(program: Program) -> list[Layer]:
     and not yet in a symbolic call.
     """
     found: list[Layer] = []
-    inside: Call | None = None
-    for each in itertools.chain.from_iterable(x or () for x in program.operations_in_float32):
-        if call := call_of(each):
-            inside = call if received(each) else call.parent
-        elif each.kind == "decompose" and (layer := whose(inside)):
-            found.append(layer)
+    for operations in program.operations_in_float32:
+        for each, inside in with_callers(operations or ()):
+            if each.kind == "decompose" and (layer := whose(inside)):
+                found.append(layer)
     return found
 
 

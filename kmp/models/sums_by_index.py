@@ -25,11 +25,10 @@ from kmp.models.programs import (
     INPUT,
     WEIGHT,
     Program,
-    call_of,
     code_of,
     labelled,
     reached,
-    received,
+    with_callers,
 )
 from kmp.precision.trees import HALF_DTYPES
 
@@ -68,12 +67,9 @@ def sums_by_index(program: Program) -> list[SumByIndex]:
     """
     found: dict[Any, SumByIndex] = {}
     for operations in program.operations:
-        inside = None
         inputs = reached(operations or [], labelled(operations or [], INPUT))
         trained = reached(operations or [], labelled(operations or [], WEIGHT))
-        for each in operations or ():
-            if call := call_of(each):
-                inside = call if received(each) else call.parent
+        for each, inside in with_callers(operations or ()):
             is_gradient = each.kind == "look up"
             if is_gradient and (_is_of_an_embedding(inside) or each.inputs[0] not in trained):
                 continue

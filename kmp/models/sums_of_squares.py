@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kmp._backend.types import KEEPING, Operation, Value
 from kmp._keras import is_inner_layer
-from kmp.models.programs import Program, call_of, code_of, received
+from kmp.models.programs import Program, code_of, with_callers
 
 ADDS_UP_SQUARES = "adds up squares beyond 65504"
 # The sum of fewer squares is within float16 up to a root mean square of 16.
@@ -53,12 +53,9 @@ def sums_of_squares(program: Program) -> list[SumOfSquares]:
 
 
 def _sums(operations: Iterable[Operation]) -> Iterator[SumOfSquares]:
-    inside = None
     squares: set[Value] = set()
     sums: dict[Value, int] = {}  # how many squares are in each
-    for each in operations:
-        if call := call_of(each):
-            inside = call if received(each) else call.parent
+    for each, inside in with_callers(operations):
         if each.kind == "square":
             squares.update(x for x in each.outputs if x.dtype == "float16")
         elif each.kind in KEEPING and not squares.isdisjoint(each.inputs):
