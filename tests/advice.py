@@ -288,6 +288,20 @@ def unscaled(model):
     model.stepped, model.scales = "its own", False
 
 
+def in_one_batch(drop_remainder):
+    """Train on a dataset whose batch is larger than all examples together."""
+    import tensorflow as tf
+
+    settings = USUAL
+    examples = tf.data.Dataset.from_tensor_slices(settings["data"]())
+    with heard() as texts:
+        model = compiled(settings)
+        watch = kmp.callbacks.GradientHealth()
+        model.fit(examples.batch(1000, drop_remainder), epochs=3, verbose=0, callbacks=[watch])
+    said = "\n".join([str(watch.verdict), *texts])
+    return Outcome(said, watch.verdict.state, loss_in_float32(model, settings))
+
+
 def follow(pattern, before, **more):
     """Train with what the message says to write, as it is written."""
 
@@ -720,6 +734,16 @@ OF_STANDSTILL = [
         {"model": Forgetful, "prepare": forget},
         "as it says",
         {"prepare": remember},
+    ),
+    A(
+        "NoSteps",
+        "Write drop_remainder=False",
+        "a dataset of fewer examples than a batch",
+        lambda: in_one_batch(True),
+        "as it says",
+        lambda: in_one_batch(False),
+        backends=("tensorflow",),
+        tolerance=0,
     ),
     A(
         "UnscaledLoss",

@@ -198,6 +198,8 @@ class GradientHealth(Watcher):
     def on_epoch_end(self, epoch, logs=None):
         logs = {} if logs is None else logs
         losses = {x: logs[x] for x in ("loss", "val_loss") if isinstance(logs.get(x), numbers.Real)}
+        if not logs and self._batches == 1:
+            self._batches = 0  # Keras begins a batch on TensorFlow, and then finds no data
         report = self._look(losses)
         self._batches = 0
         if report is not None:
@@ -245,11 +247,12 @@ class GradientHealth(Watcher):
 
     def _look(self, losses: Mapping[str, Any] | None = None) -> GradientReport | None:
         """Look at the run; `losses` are those of an epoch that ends."""
-        report, batches = self._read(self._optimizer), 0 if losses is None else self._batches
-        if report is None and batches > 1:  # nobody has ever given it a gradient
+        ends = losses is not None
+        report, batches = self._read(self._optimizer), self._batches if ends else 0
+        if report is None and ends and batches != 1:  # nobody has ever given it a gradient
             self.verdict = no_steps(batches)
             self._alarms.of_verdict(0, self.verdict)
-        if report is None or (self.report and self.report.step == report.step and not batches):
+        if report is None or (self.report and self.report.step == report.step and not ends):
             return report
         look = self._observe(report, losses, batches)
         verdict = judge(self._detectors, look)

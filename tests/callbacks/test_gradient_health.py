@@ -322,7 +322,8 @@ def test_a_look_walks_through_the_model_once(monkeypatch):
     fit(model, [watch])
     monkeypatch.setattr(observation, "layers_of", lambda x: walks.append(1) or x.layers)
     watch.report = None
-    watch.on_epoch_end(0, {})
+    watch.on_train_batch_begin(0)
+    watch.on_epoch_end(0, {"loss": 1.0})
     assert walks == [1]
 
 

@@ -59,6 +59,25 @@ def test_the_wrong_optimizer_is_watched():
     assert verdict.state == "STALLED" and "took no step in the last 8 batches" in verdict.reason
 
 
+@pytest.mark.only("tensorflow")
+@pytest.mark.filterwarnings("ignore:Your input ran out of data", "ignore:`shuffle=True` was passed")
+def test_a_dataset_without_a_batch():
+    """And one with all examples, as the advice says."""
+    import tensorflow as tf
+
+    examples = tf.data.Dataset.from_tensor_slices((np.ones((6, 4)), np.ones((6, 1))))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd", learning_rate=0.01), "mse")
+    watch = kmp.callbacks.GradientHealth()
+    model.fit(examples.batch(32, drop_remainder=True), verbose=0, callbacks=[watch])
+    assert (
+        "STALLED: no batch came" in str(watch.verdict)
+        and "drop_remainder=F" in watch.verdict.advice
+    )
+    model.fit(examples.batch(32, drop_remainder=False), verbose=0, callbacks=[watch])
+    assert watch.verdict.state == "HEALTHY"
+
+
 @pytest.mark.parametrize(
     "steps, batches, state",
     [
@@ -68,6 +87,9 @@ def test_the_wrong_optimizer_is_watched():
         ((8, 8), 8, None),  # a generator that steps every tenth batch
         ((8, 8, 8, 8), 8, "STALLED"),
         ((8, 8, 8, 9), 8, None),
+        ((0,), 0, "STALLED"),  # no data
+        ((8, 8), 0, "STALLED"),  # no more data
+        ((8, 9), 0, None),  # a loop that calls no hooks of batches
     ],
 )
 def test_batches_without_a_step(steps, batches, state):

@@ -367,11 +367,21 @@ class NoSteps(Detector):
         took_one, self._step = step != self._step, step
         if took_one or not look.report.paths:
             return None
+        if look.losses is not None and not look.batches:
+            return no_steps(0)
         return no_steps(self._batches) if self._batches >= (_PATIENCE if step else 2) else None
 
 
 def no_steps(batches: int) -> Verdict:
-    """STALLED, for an optimizer that took no step in so many batches."""
+    """STALLED, for an optimizer that took no step in so many batches, or that was given none."""
+    if not batches:
+        return Verdict(
+            "STALLED",
+            "",
+            "no batch came in this epoch",
+            "Write drop_remainder=False if the dataset has fewer examples than a batch; the "
+            "dataset of a generator that has run out stays empty.",
+        )
     return Verdict(
         "STALLED",
         "",
