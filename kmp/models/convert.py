@@ -43,7 +43,7 @@ from kmp.models.pooling import ADDS_UP_IN_HALF, error_of_averages
 from kmp.models.programs import Program
 from kmp.models.recurrence import ADDS_UP_STEPS, adds_up_steps
 from kmp.models.report import ConversionReport, LayerConversion, policy_word
-from kmp.models.retype import dtype_changes, float32_weights, retype
+from kmp.models.retype import dtype_changes, float32_weights, give_initializers, retype
 from kmp.models.side_effects import ROUNDED_STATE, harmed_layers, told_of_models
 from kmp.precision.policy import Policy, get_policy, on_weights, plain
 from kmp.precision.trees import HALF_DTYPES, half_dtype
@@ -239,6 +239,8 @@ def _mixed_dtypes(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any,
 
 def _give(policies: list[tuple[keras.Layer, Any]]) -> None:
     give_policies((layer, plain(policy)) for layer, policy in policies)
+    for layer, policy in policies:
+        give_initializers(layer, policy)
 
 
 def _calls(model: Any) -> list[Callable]:

@@ -13,7 +13,7 @@ from keras.layers import InputLayer
 from kmp._keras import give_policies, parts_of
 from kmp._keras.building import after_build
 from kmp.int8.quantized import quantization_of, quantize_like
-from kmp.models.retype import dtype_changes, retype
+from kmp.models.retype import dtype_changes, give_initializers, retype
 from kmp.precision.policy import Policy, get_policy
 
 
@@ -44,6 +44,7 @@ def _restore_policies(layer: Any, saved: dict[str, Any]) -> None:
         policy = get_policy(saved["policy"])
         retype(dtype_changes(layer, policy, policy.param_dtype), {})
         give_policies([(layer, policy)])
+        give_initializers(layer, policy)
     inner, expected = _inside(layer), saved.get("layers", [])
     if layer.built and len(inner) != len(expected):
         raise other_layers(layer, len(expected), len(inner))

@@ -75,5 +75,27 @@ def retype(
     return revert
 
 
+@keras.saving.register_keras_serializable(package="kmp", name="Orthogonal")
+class OrthogonalInFloat32(keras.initializers.Orthogonal):
+    """Keras's initializer, drawn in float32: no backend has its decomposition in half precision.
+
+    So a layer in half precision can be built again, by a clone or from a file.
+    """
+
+    def __call__(self, shape, dtype=None):
+        return keras.ops.cast(super().__call__(shape, "float32"), dtype or keras.config.floatx())
+
+
+def give_initializers(layer: keras.Layer, policy: Any) -> None:
+    """Give a layer initializers that can draw weights in the dtype of its policy."""
+    kind = OrthogonalInFloat32 if policy.variable_dtype in HALF_DTYPES else _ORTHOGONAL[0]
+    for name, value in list(vars(layer).items()):
+        if type(value) in _ORTHOGONAL and type(value) is not kind:
+            setattr(layer, name, kind.from_config(value.get_config()))
+
+
+_ORTHOGONAL = (keras.initializers.Orthogonal, OrthogonalInFloat32)
+
+
 def _is_adapter(weight: Variable) -> bool:
     return weight.name.startswith("lora_")

@@ -9,7 +9,7 @@ from keras import layers, ops
 from oracle import BACKEND, few
 
 import kmp
-from kmp._keras import own_weights
+from kmp._keras import layers_of, own_weights
 
 pytestmark = pytest.mark.slow
 
@@ -258,6 +258,54 @@ def test_blocks_that_make_their_layers_load_as_they_were(global_policy, tmp_path
     assert [v.dtype for v in loaded.weights] == dtypes
     assert_equal(values(loaded.weights), values(model.weights))
     assert_equal([ops.convert_to_numpy(loaded(X))], [ops.convert_to_numpy(model(X))])
+
+
+class HoldsLSTM(layers.Layer):
+    """A block whose code makes a layer with orthogonal weights."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.lstm = layers.LSTM(4, name="lstm")
+
+    def build(self, shape):
+        self.lstm.build(shape)
+
+    def call(self, x):
+        return self.lstm(x)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "recurrent",
+    [
+        lambda: layers.LSTM(4),
+        lambda: layers.Bidirectional(layers.GRU(4)),
+        HoldsLSTM,
+    ],
+    ids=["lstm", "bidirectional", "block"],
+)
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_orthogonal_weights_in_half_precision_are_built_again(half, recurrent, tmp_path):
+    """No backend draws them in half precision."""
+    model = keras.Sequential([keras.Input((3, 2)), recurrent(), layers.Dense(1)])
+    model.compile(kmp.scaled("sgd", master_weights=True), "mse")
+    kmp.to_mixed_precision(model, half)
+    x = RNG.normal(size=(4, 3, 2)).astype("float32")
+    model.save(tmp_path / "model.keras")
+    custom = {"HoldsLSTM": HoldsLSTM}
+    loaded = keras.saving.load_model(tmp_path / "model.keras", custom)
+    assert [v.dtype for v in loaded.weights] == [v.dtype for v in model.weights]
+    assert_equal(values([loaded(x)]), values([model(x)]))
+    kmp.to_mixed_precision(loaded, "float32")
+    assert {type(each).__name__ for each in orthogonal(loaded)} == {"Orthogonal"}
+    twin = keras.models.clone_model(model)
+    for weight in values(w for w in twin.weights if w.name == "recurrent_kernel"):
+        np.testing.assert_allclose(weight @ weight.T, np.eye(4), atol=0.02)
+
+
+def orthogonal(model):
+    found = [x for layer in layers_of(model) for x in vars(layer).values()]
+    return [x for x in found if isinstance(x, keras.initializers.Orthogonal)]
 
 
 def test_a_conversion_that_fails_changes_no_bit():
