@@ -30,7 +30,7 @@ from kmp._keras.optimizer import (
 )
 from kmp._keras.segments import Segment
 from kmp._keras.training import build_for_training, check_compiled, notes_placements
-from kmp.debug.memory import state_bytes
+from kmp.debug.memory import in_half, state_bytes
 from kmp.half_memory import HalfMemory
 from kmp.scaling import LossScaleOptimizer, scaled
 
@@ -452,10 +452,8 @@ def _accumulation_of(optimizer: Any) -> str:
 
 
 def _state(model: keras.Model, memory: HalfMemory | None) -> int:
-    """Bytes of weights and slots with their dtype."""
-    floats = [v.dtype for v in model.trainable_variables]
-    half = bool(floats) and all(dtype == "bfloat16" for dtype in floats)
-    return state_bytes(model, "bfloat16" if half else "float32", memory)
+    """Bytes of weights and slots with their dtypes."""
+    return state_bytes(model, lambda v: v.dtype, memory)
 
 
 def _smaller_state(model: keras.Model, step: PlannedStep, budget: int) -> list[str]:
@@ -463,8 +461,8 @@ def _smaller_state(model: keras.Model, step: PlannedStep, budget: int) -> list[s
     now, lines = _state(model, _memory_of(model.optimizer)), []
     small = HalfMemory(slot_dtype="int8", master_weights=24)
     ways = [(f"kmp.scaled(..., {words})", _state(model, memory)) for words, memory in _ways(model)]
-    in_half = state_bytes(model, "bfloat16", small)
-    ways.append((f'The policy "bfloat16" and kmp.scaled(..., {_REMAINDERS})', in_half))
+    half = state_bytes(model, in_half(model), small)
+    ways.append((f'The policy "bfloat16" and kmp.scaled(..., {_REMAINDERS})', half))
     for words, state in ways:
         left = step.bytes - (now - state)
         if left < step.bytes:

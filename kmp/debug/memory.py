@@ -13,6 +13,7 @@ from keras import Sequential, ops
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Tree, Variable
 from kmp._common import table, whole_number
+from kmp._keras import cast_variables, layers_of, own_weights
 from kmp._keras.optimizer import inner_optimizer_of
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import as_batch, call_model, check_replayable, forward
@@ -126,9 +127,9 @@ def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> Memory
     scratch space: on JAX the step is compiled (not run) with the weights that the model has, and
     the last column is XLA's own count. If all weights are in float32, it has numbers for float32
     and for mixed precision, and otherwise only for pure half precision. On other backends there is
-    only the hand count. Layers that always compute in float32 are counted in float32. For each
-    block or segment that `kmp.recompute` has chosen, the report says what that keeps, and what it
-    would keep otherwise.
+    only the hand count. If some layers compute in half precision now, the others stay in float32 in
+    each row, as do their weights; if none does, all would. For each block or segment that
+    `kmp.recompute` has chosen, the report says what that keeps, and what it would keep otherwise.
 
     Args:
         model: a built model. Slots are counted if it is compiled.
@@ -173,9 +174,9 @@ def memory_report(model: keras.Model, batch_size: int, x: Tree = None) -> Memory
     compiled = {}
     half = any(v.dtype in HALF_DTYPES for v in model.variables)
     with Preserved(model) as preserved:
-        for policy in ("float32", _HALF):
+        for policy, layers in (("float32", None), (_HALF, _half_layers(model))):
             preserved.restore()
-            with under(model, policy):
+            with under(model, policy, layers):
                 activations[policy] = _activations(model, sample, batch_size / samples)
                 if policy == _HALF or not half:
                     loss = _loss_of(model, sample)
@@ -188,26 +189,53 @@ def _rows_of(
     model: keras.Model, activations: dict[str, "_Activations"], compiled: tuple[int | None, ...]
 ) -> tuple[MemoryUse, ...]:
     """The three rows, from the bytes of activations by policy and XLA's counts by row."""
-    floating = [v for v in model.variables if keras.backend.is_float_dtype(v.dtype)]
-    numbers = sum(math.prod(v.shape) for v in floating)
-    kept = {id(v) for v in floating}
-    others = sum(bytes_of(v.shape, v.dtype) for v in model.variables if id(v) not in kept)
-    trained = sum(math.prod(v.shape) for v in model.trainable_variables)
+    copied = sum(bytes_of(v.shape, "bfloat16") for v in _rounded(model))
     memory = getattr(getattr(model, "optimizer", None), "half_memory", None)
-    slots = {dtype: _slot_bytes(model, dtype, memory) for dtype in ("float32", "bfloat16")}
 
-    def use(name: str, policy: str, parameter: int, number: int, xla: int | None) -> MemoryUse:
-        """A row, from the bytes of a parameter and of a gradient's number."""
-        parameters = parameter * numbers + others
-        kept = slots["float32" if number == 4 else "bfloat16"]
+    def use(name: str, policy: str, dtype_of: DtypeOf, copies: int, xla: int | None) -> MemoryUse:
+        """A row, from the dtype of each variable and the bytes of half copies."""
+        trained = model.trainable_variables
+        gradients = sum(bytes_of(v.shape, dtype_of(v)) for v in trained)
+        slots = _slot_bytes(model, dtype_of, memory)
+        parameters = _variable_bytes(model, dtype_of) + copies
         found, blocks = activations[policy]
-        return MemoryUse(name, parameters, number * trained, kept, found, xla, blocks)
+        return MemoryUse(name, parameters, gradients, slots, found, xla, blocks)
 
     return (
-        use("float32", "float32", 4, 4, compiled[0]),
-        use("mixed half", _HALF, 4 + 2, 4, compiled[1]),
-        use("pure half", _HALF, 2, 2, compiled[2]),
+        use("float32", "float32", in_float32, 0, compiled[0]),
+        use("mixed half", _HALF, in_float32, copied, compiled[1]),
+        use("pure half", _HALF, in_half(model), 0, compiled[2]),
     )
+
+
+DtypeOf = Callable[[Variable], str]  # the dtype that a variable would have
+
+
+def in_float32(variable: Variable) -> str:
+    """The dtype of a variable where all that may be in half precision are in float32."""
+    return "float32" if variable.dtype in HALF_DTYPES else variable.dtype
+
+
+def in_half(model: keras.Model) -> DtypeOf:
+    """The dtypes of a model's variables in pure half precision: those it has, if it is in that."""
+    rounded = {id(v) for v in _rounded(model)}
+    if any(v.dtype in HALF_DTYPES for v in model.variables):
+        return lambda v: v.dtype
+    return lambda v: "bfloat16" if id(v) in rounded else v.dtype
+
+
+def _half_layers(model: keras.Model) -> list[keras.Layer] | None:
+    """The layers that compute in half precision; None if none does."""
+    return [x for x in layers_of(model) if x.compute_dtype in HALF_DTYPES] or None
+
+
+def _rounded(model: keras.Model) -> list[Variable]:
+    """The variables that layers in half precision compute with in half precision."""
+    found: dict[int, Variable] = {}
+    for layer in _half_layers(model) or layers_of(model):
+        half = [v for v in own_weights(layer) if v.dtype in HALF_DTYPES]
+        found |= {id(v): v for v in [*cast_variables(layer), *half]}
+    return list(found.values())
 
 
 class _Activations(NamedTuple):
@@ -308,23 +336,23 @@ def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * size
 
 
-def state_bytes(model: keras.Model, dtype: str, memory: HalfMemory | None) -> int:
-    """Bytes of the variables of a compiled model and its optimizer, if all weights have a dtype.
+def state_bytes(model: keras.Model, dtype_of: DtypeOf, memory: HalfMemory | None) -> int:
+    """Bytes of the variables of a compiled model and its optimizer, if they had other dtypes.
 
     Args:
         model: built and compiled.
-        dtype: of the weights: "float32" or "bfloat16".
+        dtype_of: the dtype of each variable.
         memory: how the optimizer holds weights and slots.
     """
-    floating = [v for v in model.variables if keras.backend.is_float_dtype(v.dtype)]
-    kept = {id(v) for v in floating}
-    others = sum(bytes_of(v.shape, v.dtype) for v in model.variables if id(v) not in kept)
-    weights = sum(bytes_of(v.shape, dtype) for v in floating)
-    return others + weights + _slot_bytes(model, dtype, memory)
+    return _variable_bytes(model, dtype_of) + _slot_bytes(model, dtype_of, memory)
 
 
-def _slot_bytes(model: keras.Model, dtype: str, memory: HalfMemory | None) -> int:
-    """Bytes that the optimizer keeps with all weights in `dtype`; it is built for one at a time."""
+def _variable_bytes(model: keras.Model, dtype_of: DtypeOf) -> int:
+    return sum(bytes_of(v.shape, dtype_of(v)) for v in model.variables)
+
+
+def _slot_bytes(model: keras.Model, dtype_of: DtypeOf, memory: HalfMemory | None) -> int:
+    """Bytes that the optimizer keeps; it is built for one weight at a time."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return 0
@@ -340,15 +368,11 @@ def _slot_bytes(model: keras.Model, dtype: str, memory: HalfMemory | None) -> in
 
     for_none = kept_for([])
     weights = model.trainable_variables
-    return sum(kept_for([_in_dtype(v, dtype)]) - for_none for v in weights)
+    return sum(kept_for([_in_dtype(v, dtype_of(v))]) - for_none for v in weights)
 
 
 def _in_dtype(variable: Variable, dtype: str) -> Variable:
-    """Zeros like a variable, in `dtype`; in its own dtype if that is neither float32 nor half.
-
-    Its path is the same: an optimizer may choose by it.
-    """
-    dtype = dtype if variable.dtype in ("float32", *HALF_DTYPES) else variable.dtype
+    """Zeros like a variable, in `dtype`, with the same path: an optimizer may choose by it."""
     *parents, name = variable.path.split("/")
     with contextlib.ExitStack() as scopes:
         for parent in parents:

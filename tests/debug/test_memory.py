@@ -96,6 +96,49 @@ def test_a_float32_head_is_counted_as_it_is():
     assert full.slots == 0
 
 
+class ScaleNorm(layers.Layer):
+    """Keeps float32 weights in a conversion, as any normalization."""
+
+    def build(self, shape):
+        self.gamma = self.add_weight(shape=shape[-1:], initializer="ones")
+
+    def call(self, x):
+        return x * self.gamma
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("how", ["built", "converted"])
+@pytest.mark.parametrize("policy, row", [("mixed_bfloat16", 1), ("bfloat16", 2)])
+def test_layers_in_float32_are_counted_as_they_are(how, policy, row):
+    built_under, head = ("float32", None) if how == "converted" else (policy, "float32")
+    keras.config.set_dtype_policy(built_under)
+    model = keras.Sequential(
+        [
+            keras.Input((16,)),
+            layers.Dense(32),
+            ScaleNorm(dtype=head),
+            layers.Dense(512, dtype=head),
+        ]
+    )
+    model.compile(kmp.scaled("adam", "none"), loss="mse")
+    if how == "converted":
+        kmp.to_mixed_precision(model, policy)
+    assert {v.dtype for v in model.layers[-1].weights} == {"float32"}
+    model.optimizer.build(model.trainable_variables)
+    found = kmp.debug.memory_report(model, 8).rows[row]
+    copies = 2 * (16 * 32 + 32 + (0 if head else 32)) if row == 1 else 0
+    counters = 8  # iterations and learning rate of the inner optimizer, int32 and float32
+    assert found.parameters == held(model.variables) + copies
+    assert found.gradients == held(model.trainable_variables)
+    outputs = 32 * 2 + 32 * (4 if head else 2) + 512 * 4
+    assert found.activations == 8 * outputs
+    assert abs(found.slots - held(model.optimizer.inner_optimizer.variables) + counters) <= 4
+
+
+def held(variables):
+    return sum(ops.convert_to_numpy(v).nbytes for v in variables)
+
+
 @pytest.mark.only("jax")
 def test_xla_needs_less_for_half_activations():
     """Eight layers of 512 units and 4,096 samples: activations are nearly all there is."""
