@@ -77,6 +77,17 @@ def in_a_scan():
     return Own(scan, (4,)), (32, 128, 4)
 
 
+def in_each_step():
+    """All steps of a scan use a weight that was read before it."""
+
+    def scan(x, gain):
+        gain = ops.convert_to_tensor(gain)
+        step = lambda carry, each: (carry, (each + 1) * gain)  # noqa: E731
+        return ops.scan(step, 0.0, ops.transpose(x, (1, 0, 2)))[1]
+
+    return Own(scan, (4,)), (ONES, 1)
+
+
 def in_a_recomputed_block():
     block = keras.Sequential([layers.Dense(4, kernel_initializer="zeros")])
     block.build((None, 32, 128, 1))
@@ -94,7 +105,7 @@ MADE = [
     in_a_recomputed_block,
 ]
 if BACKEND == "jax":  # Keras's `scan` on TensorFlow takes nothing in half precision
-    MADE.append(in_a_scan)
+    MADE += [in_a_scan, in_each_step]
 
 
 def scaled_by_1(optimizer):

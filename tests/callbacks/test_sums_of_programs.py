@@ -50,6 +50,70 @@ def test_sums_within_other_programs(dtype):
     assert {y.dtype.name for y in found.values() if y is not None} == {dtype}
 
 
+def gradient(x):
+    """Of a number that each step of a scan uses, by all steps."""
+
+    def total(a):
+        products = lax.scan(lambda h, x: (h, a * x), a, x)[1]
+        return jnp.sum(products.astype("float32"))
+
+    return jax.grad(total)(x[0])
+
+
+def added(total, x):
+    total = total + x
+    return total, total
+
+
+def one_of_two(carry, x):
+    total, other = carry
+    return (total + x, -other), other
+
+
+def scan(step, x, **options):
+    return lax.scan(step, 0 * x[0], x, **options)
+
+
+RUNNING_SUMS = {
+    "the gradient of what all use": gradient,
+    "of blocks that are computed again": jax.checkpoint(gradient),
+    "the last": lambda x: scan(added, x)[0],
+    "all": lambda x: scan(added, x)[1][-1],
+    "from the end": lambda x: scan(added, x, reverse=True)[1][0],
+    "beside another": lambda x: lax.scan(one_of_two, (0 * x[0], x[0]), x)[0][0],
+    "of a literal": lambda x: scan(lambda total, x: (1 + total, None), x)[0],
+    "of several": lambda x: jax.vmap(lambda x: scan(added, x)[0])(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("function", RUNNING_SUMS.values(), ids=RUNNING_SUMS)
+def test_running_sums_of_scans(dtype, function):
+    x = jnp.ones(ONES, dtype)
+    found = jax.jit(sums_in_float32(function))(x)
+    assert found.dtype == dtype and found == ONES
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda h, x: (h + h * x, None),  # a step looks at the sum so far
+        lambda h, x: (h + x, h),
+        lambda h, x: (h, h + x),
+        lambda h, x: (x - h, None),
+    ],
+)
+def test_what_is_no_running_sum_stays_as_it_is(dtype, step):
+    x = jnp.asarray(np.random.default_rng(0).uniform(0, 0.1, 50), dtype)
+
+    def function(x):
+        return lax.scan(step, x[0], x)
+
+    plain = jax.make_jaxpr(function)(x)
+    assert str(jax.make_jaxpr(sums_in_float32(function))(x)) == str(plain)
+
+
 def test_a_program_without_such_sums_stays_the_same():
     """JAX compiles what it has compiled once, and no second program."""
     inner = jax.jit(lambda x: jnp.sum(x) * 2)
