@@ -101,9 +101,11 @@ def bench(
     _train_something_else()
     total = len(policies) + rounds + 1
     prepared: dict[str, _Prepared] = {}
+    data: Sequence[Tree] | None = None  # of the first call of `build`
     for policy in sorted(policies, key=lambda name: name != "float32"):  # a bad loss ends it early
         progress(f"{policy}: first step", len(prepared), total)
-        prepared[policy] = _Prepared(build, policy, batch_size, steps)
+        prepared[policy] = _Prepared(build, policy, batch_size, steps, data)
+        data = prepared[policy].run.data
     seconds: dict[str, list[float]] = {policy: [] for policy in policies}
     for i in range(rounds + 1):
         progress(f"round {i} of {rounds}" if i else "warming up", len(policies) + i, total)
@@ -115,17 +117,29 @@ def bench(
 
 
 class _Prepared:
-    """A run with its batches, and what its first step has shown."""
+    """A run with its batches, and what its first step has shown.
 
-    def __init__(self, build: Callable[[], tuple], policy: str, batch_size: int, steps: int):
+    Args:
+        build: as `bench` takes it.
+        policy: one of those of `bench`.
+        batch_size: samples in a step.
+        steps: in a round.
+        data: what to train on instead of what `build` returns now.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], tuple],
+        policy: str,
+        batch_size: int,
+        steps: int,
+        data: Sequence[Tree] | None,
+    ):
         self.policy, self.batch_size = policy, batch_size
         self.run = Run(build, policy, seed=0)
-        if len(self.run.data) != 2:
-            raise UsageError(
-                "The function that builds must return (model, x, y). Received: a tuple of "
-                f"{1 + len(self.run.data)}. Write return model, x, y with arrays as model.fit "
-                "takes them."
-            )
+        if data is not None:
+            self.run.data = [*data]
+        _check_data(self.run.data)
         self.x, self.y = (_repeated(tree, batch_size * steps) for tree in self.run.data)
         first = [_first(tree, batch_size) for tree in (self.x, self.y)]
         self.outputs = self.run.model.predict_on_batch(first[0])
@@ -214,6 +228,23 @@ def _check(policies: Sequence[str], batch_size: int, steps: int, rounds: int) ->
             raise UsageError(
                 f"`{name}` must be a whole number of at least {least}. Received: {name}={value!r}."
             )
+
+
+def _check_data(data: Sequence[Tree]) -> None:
+    advice = "Write return model, x, y with arrays as model.fit takes them."
+    if len(data) != 2:
+        raise UsageError(
+            "The function that builds must return (model, x, y). Received: a tuple of "
+            f"{1 + len(data)}. {advice}"
+        )
+    for name, tree in zip("xy", data, strict=True):
+        for each in keras.tree.flatten(tree):
+            shape = np.shape(each)
+            if not shape or shape[0] == 0:
+                raise UsageError(
+                    f"`{name}` must hold arrays, of one sample or more. Received: "
+                    f"{type(each).__name__} of shape {shape}. {advice}"
+                )
 
 
 def bench_table(results: Sequence[BenchResult]) -> str:

@@ -114,6 +114,11 @@ def _build(build: Callable[[], tuple], policy: Policy, seed: int) -> tuple:
             f"Received: {type(built).__name__} from {getattr(build, '__name__', build)}. Write for "
             "example return model, x, y."
         )
+    if not model.built:
+        raise UsageError(
+            f"The model that is built must have weights. Received: {model.name!r}, which has none "
+            "yet. Call it on a batch before returning it."
+        )
     if not model.compiled:
         raise UsageError(
             f"The model that is built must be compiled. Received: {model.name!r}, which is not. "

@@ -74,6 +74,12 @@ def run_certify(arguments: argparse.Namespace) -> int:
     ledger = Ledger(arguments.resume, facts)
     if arguments.json != "-":
         print(environment_line(facts))
+    if len(ledger):
+        print(
+            f"{len(ledger)} finished trainings are in {arguments.resume}. They are not repeated, "
+            "whatever has changed in the code since.",
+            file=sys.stderr,
+        )
     certificates = []
     for i, task in enumerate(tasks):
         title = f"certify {task.name}" + (f" ({i + 1} of {len(tasks)})" if len(tasks) > 1 else "")

@@ -159,6 +159,25 @@ def uncompiled():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), None, None
 
 
+def unbuilt():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model, np.ones((4, 4)), np.ones((4, 1))
+
+
+def test_all_train_on_the_data_of_the_first_call():
+    """A generator of the user's own draws other numbers in each call."""
+    random = np.random.default_rng(0)
+
+    def build_anew():
+        x = random.normal(size=(5, 4)).astype("float32")
+        return build()[0], x, x[:, :2]
+
+    full, half = bench(build_anew, ["float32", "mixed_float16"], steps=1, rounds=2)
+    assert half.output_sqnr > 50
+    assert half.final_loss == pytest.approx(full.final_loss, rel=0.05)
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -166,8 +185,15 @@ def uncompiled():
         (lambda: (1, 2, 3), "must return a tuple, a Keras model first"),
         (lambda: build()[:2], r"must return \(model, x, y\)\. Received: a tuple of 2"),
         (uncompiled, r"must be compiled.*Call model\.compile"),
+        (unbuilt, "must have weights.*Call it on a batch"),
+        (lambda: (build()[0], np.ones((4, 4)), None), "`y` must hold arrays.*Received: NoneType"),
+        (lambda: (build()[0], np.ones((0, 4)), np.ones((0, 2))), r"`x` must .* shape \(0, 4\)"),
+        (lambda: (build()[0], iter([]), np.ones((4, 2))), "`x` must hold .* Received: list_it"),
     ],
-    ids=["model alone", "no model", "no targets", "not compiled"],
+    ids=[
+        *("model alone", "no model", "no targets", "not compiled", "not built"),
+        *("targets of None", "no samples", "no arrays"),
+    ],
 )
 def test_a_function_that_returns_something_else_is_told(wrong, message):
     with pytest.raises(ValueError, match=message):

@@ -274,7 +274,8 @@ def test_an_interrupted_certify_goes_on(monkeypatch, capsys, tmp_path):
     said = certified_json(monkeypatch, capsys, Interrupted(at=3))
     name = "certify-interrupted-1.jsonl"
     assert f"2 finished trainings are in {name}. The same command with --resume {name}" in said
-    certified_json(monkeypatch, capsys, Interrupted(at=2), "--resume", name)  # one more is kept
+    said = certified_json(monkeypatch, capsys, Interrupted(at=2), "--resume", name)
+    assert f"2 finished trainings are in {name}. They are not repeated" in said  # one more is kept
     rest = Interrupted(at=None)
     assert certified_json(monkeypatch, capsys, rest, "--resume", name) == expected
     assert rest.calls == 1
