@@ -94,6 +94,14 @@ def test_running_sums_of_scans(dtype, function):
     assert found.dtype == dtype and found == ONES
 
 
+def test_a_sum_of_two_carries():
+    def function(x):
+        return lax.scan(lambda carry, _: ((carry[0] + carry[1],) * 2, None), (x, x), length=4)[0]
+
+    one = jnp.ones((), "bfloat16")
+    assert [float(x) for x in sums_in_float32(function)(one)] == [16, 16]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "step",

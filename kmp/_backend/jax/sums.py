@@ -121,8 +121,9 @@ def _summed_steps(scan: Any) -> list[Any]:
     for i in range(scan.params["num_carry"]):
         at = constants + i
         carry, total, addition = body.invars[at], body.outvars[i], _only_use(body.invars[at], body)
-        is_sum = addition is not None and addition.outvars[0] is total
-        if not is_sum or addition.primitive.name not in _ADDITIONS or _dtype_of(carry) not in _HALF:
+        if addition not in equations or addition.outvars[0] is not total:
+            continue
+        if addition.primitive.name not in _ADDITIONS or _dtype_of(carry) not in _HALF:
             continue
         addend = addition.invars[addition.invars[0] is carry]
         wide = jax.ShapeDtypeStruct(carry.aval.shape, "float32")
