@@ -20,7 +20,6 @@ from kmp._keras.training import buffers_of, state_of
 from kmp.callbacks.loss_tracker import RECENT, read_losses
 from kmp.callbacks.verdict.states import Limits, Verdict
 from kmp.health.report import GradientReport, OverflowEvent, SpikeEvent
-from kmp.precision.trees import is_float
 from kmp.scaling.inner import highest_rate, weight_decay
 from kmp.scaling.restored import slots_by_path
 from kmp.scaling.rules import DynamicLossScale, dynamic
@@ -421,7 +420,7 @@ def _maxima(values: Sequence[Tensor]) -> Tensor:
 
 
 def _has_floats(variable: Any) -> bool:
-    return is_float(variable) and 0 not in variable.shape
+    return keras.backend.is_float_dtype(variable.dtype) and 0 not in variable.shape
 
 
 def _is_torchs(variable: Any) -> bool:
