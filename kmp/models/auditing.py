@@ -9,6 +9,8 @@ from kmp._keras import check_model
 from kmp.models.audit_rules import AUDIT_RULES
 from kmp.models.programs import Program
 
+_NAMED = 3  # paths in a line
+
 
 class Finding(NamedTuple):
     """One danger that `kmp.audit` found.
@@ -31,7 +33,9 @@ class Finding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AuditReport:
-    """What `kmp.audit` found. It is false if there are no findings, and prints one a line.
+    """What `kmp.audit` found. It is false if there are no findings.
+
+    It prints one finding a line; layers of which it says the same share a line.
 
     Attributes:
         findings: tuple of `Finding`, in the order of the kinds in `kmp.audit`.
@@ -55,7 +59,16 @@ class AuditReport:
         return tuple(each for each in self.findings if each.kind == kind)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.findings)) or "Nothing dangerous was found."
+        alike: dict[Finding, list[str]] = {}
+        for each in self.findings:
+            alike.setdefault(each._replace(path=""), []).append(each.path)
+        lines = [each._replace(path=_named(paths)) for each, paths in alike.items()]
+        return "\n".join(map(str, lines)) or "Nothing dangerous was found."
+
+
+def _named(paths: list[str]) -> str:
+    more = len(paths) - _NAMED
+    return ", ".join(paths[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def audit(model: keras.Model) -> AuditReport:

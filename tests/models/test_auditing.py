@@ -48,6 +48,13 @@ def test_a_report_prints_a_line_a_finding_and_selects():
         report.of_kind("half-softmax")
 
 
+def test_layers_with_the_same_finding_share_a_line():
+    report = kmp.audit(model_of(*[layers.Rescaling(1e9) for _ in range(5)], layers.Dense(8)))
+    lines = [line for line in str(report).splitlines() if ": constant: " in line]
+    first = ", ".join(each.path for each in report.of_kind("constant")[:3])
+    assert len(lines) == 1 and lines[0].startswith(f"{first} and 2 more: constant: ")
+
+
 def test_every_kind_is_documented():
     assert all(f'"{kind}"' in kmp.audit.__doc__ for kind in AUDIT_RULES)
 
