@@ -41,11 +41,13 @@ class Backend(abc.ABC):
         one_replica: the `OneReplica` of this backend.
         BaseView: the base class of an object that stands in for a `keras.Variable` in an optimizer.
         SEES_LOSS: whether `record_loss_finite` records the loss before its step runs.
+        IS_PURE: whether a train step takes and returns values, and assigns nothing.
         END_OF_DATA: the exceptions by which a train function says that the data have ended.
     """
 
     BaseView: Any = keras.Variable
     SEES_LOSS: bool = True
+    IS_PURE: bool = False
     END_OF_DATA: tuple[type[Exception], ...] = (StopIteration,)
 
     def __init__(self) -> None:
@@ -389,6 +391,38 @@ class Backend(abc.ABC):
         """
         for variable, value in zip(variables, old, strict=True):
             variable.assign(ops.where(applied, variable.value, value))
+
+    @contextlib.contextmanager
+    def noting_assignments(
+        self, variables: Sequence[Variable]
+    ) -> Iterator[list[tuple[Variable, Tensor]]]:
+        """Within, note which of the variables are assigned. The others are not copied.
+
+        Yields:
+            The variables that have been assigned so far, each with its value from before.
+        """
+        noted: list[tuple[Variable, Tensor]] = []
+        value_of = self.values_before(variables)
+
+        def note(variable: Any) -> Callable[[Any], Any]:
+            def assign(value: Any) -> Any:
+                del variable.assign
+                noted.append((variable, value_of(variable)))
+                return variable.assign(value)
+
+            return assign
+
+        for each in variables:
+            each.assign = note(each)
+        try:
+            yield noted
+        finally:
+            for each in variables:
+                each.__dict__.pop("assign", None)
+
+    def values_before(self, variables: Sequence[Variable]) -> Callable[[Variable], Tensor]:
+        """Return what gives the value of each of the variables as long as it is not assigned."""
+        return lambda variable: self.copied_values([variable])[0]
 
     # ---- Keras's training loop -----------------------------------------------------------------
 

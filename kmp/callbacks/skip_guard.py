@@ -9,7 +9,7 @@ from keras.layers import BatchNormalization, SpectralNormalization
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
-from kmp._keras import layers_of
+from kmp._keras import layers_of, own_weights
 from kmp._keras.building import calls_in_a_scope
 from kmp._keras.optimizer import is_loss_scale_optimizer
 from kmp._keras.training import Buffer, metrics_of, state_of, still_there
@@ -62,10 +62,25 @@ def protected_step(
     # Buffers of PyTorch that the first step left alone, as masks: they are not copied in each step.
     idle: set[Any] = set()
     is_first = True
+    # Frozen weights, as of a target network: a train step may assign them, and most do not.
+    frozen: list[Variable] = []
+    assigned: list[tuple[Variable, Tensor]] = []
+
+    def noted(*args: Any) -> Any:
+        with backend.noting_assignments(frozen) as found:
+            logs = tracked(*args)
+        assigned[:] = found
+        return logs
 
     def before() -> _Kept:
         layers = layers_of(model)
         state = _undone_by_a_skip(model, layers, tracker)
+        known = {id(v) for v in state}
+        weights = [v for x in layers for v in own_weights(x) if not v.trainable]
+        frozen[:] = [v for v in weights if id(v) not in known]
+        if backend.IS_PURE:  # values cost nothing there, and no assignment shows
+            state += frozen
+            frozen.clear()
         variables = [v for v in state if not isinstance(v, Buffer) or v.key not in idle]
         averages = _averages(model, tracker)
         counters = [_skip_counter(optimizer), tracker.nonfinite_losses, *_spike_counter(optimizer)]
@@ -88,6 +103,7 @@ def protected_step(
         nonlocal is_first
         applied = ops.logical_not(_was_skipped(optimizer, kept.counter))
         pairs = still_there(zip(kept.variables, kept.values, strict=True))
+        pairs = [(v, x) for v, x in pairs if v.value is not x] + assigned
         if is_first and backend.is_concrete(applied):
             is_first = False
             idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
@@ -100,7 +116,7 @@ def protected_step(
             optimizer.scaled_step.forget_scale_of(kept.scale, nonfinite)
         return _present_logs(model, logs)
 
-    step = backend.around_train_step(model, tracked, before, after)
+    step = backend.around_train_step(model, noted, before, after)
     return backend.sums_in_float32(step)
 
 

@@ -141,6 +141,70 @@ def stateful_rnn(kind):
     return getattr(keras.layers, kind)(4, stateful=True, unroll=True)
 
 
+class Target(keras.Model):
+    """Its loss moves the weights of a frozen layer after those of another, as of a target network.
+
+    `branches` says whether it does so within a branch.
+    """
+
+    branches = False
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.head = keras.layers.Dense(4), keras.layers.Dense(1)
+        self.target = keras.layers.Dense(4, trainable=False)
+        self.backbone = keras.layers.Dense(2, trainable=False)
+
+    def build(self, shape):
+        for each in (self.online, self.target, self.backbone):
+            each.build(shape)
+        self.head.build((None, 4))
+
+    def call(self, x):
+        return self.head(self.online(x)) + ops.mean(self.backbone(x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        def follow():
+            for old, new in zip(self.target.weights, self.online.weights, strict=True):
+                old.assign(0.5 * old + 0.5 * ops.stop_gradient(new) + ops.mean(x))
+            return True
+
+        if self.branches:
+            ops.cond(ops.sum(x) < 1e30, follow, follow)
+        else:
+            follow()
+        return ops.mean(ops.square(y_pred - y))
+
+
+HOW = [{}, {"run_eagerly": True}, *({"jit_compile": jit} for jit in JIT[1:])]
+HOW += [{"steps_per_execution": spe} for spe in SPE[1:]]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("branches", [False, True] if BACKEND == "tensorflow" else [False])
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_frozen_weights_that_a_step_moves_are_those_before_the_skipped_step(how, branches):
+    """As without the bad batch; nothing stays on the variables, and other frozen ones are left."""
+    x = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+    bad = np.insert(x, 16, np.full((8, 3), np.nan, "float32"), axis=0)
+    found = []
+    for data_ in (x, bad):
+        keras.utils.set_random_seed(0)
+        model = Target()
+        model.build((None, 3))
+        model.branches = branches
+        model.compile(kmp.scaled("sgd", learning_rate=0.1), None, **how)
+        before = ops.convert_to_numpy(model.backbone.kernel)
+        y, watch = data_[:, :1], TerminateOnNaN()
+        model.fit(data_, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[watch])
+        np.testing.assert_array_equal(ops.convert_to_numpy(model.backbone.kernel), before)
+        assert not any("assign" in vars(v) for v in model.variables)
+        found.append([ops.convert_to_numpy(v) for v in model.weights])
+    assert int(ops.convert_to_numpy(model.optimizer.skipped_steps)) == 2
+    for clean, with_bad in zip(*found, strict=True):
+        np.testing.assert_array_equal(clean, with_bad)
+
+
 @pytest.mark.parametrize("kind", ["SimpleRNN", "GRU", "LSTM", "ConvLSTM1D", "Bidirectional"])
 def test_the_states_of_a_stateful_rnn_are_those_before_the_skipped_step(kind):
     """They are in no list of variables, and the next batch begins with them."""

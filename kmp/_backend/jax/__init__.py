@@ -39,6 +39,7 @@ class JaxBackend(Backend):
     """What differs on JAX."""
 
     SEES_LOSS = False  # the loss is scaled inside the differentiated function, which is pure
+    IS_PURE = True
 
     def platform(self) -> str:
         return jax.default_backend()

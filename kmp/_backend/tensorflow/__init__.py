@@ -251,6 +251,21 @@ class TensorFlowBackend(Backend):
         # Read before anything that comes later in the program.
         return [tf.identity(v.value) for v in variables]
 
+    @contextlib.contextmanager
+    def noting_assignments(
+        self, variables: Sequence[Variable]
+    ) -> Iterator[list[tuple[Variable, Tensor]]]:
+        # Replicas trace in turns, with the same variables.
+        alone = not tf.distribute.has_strategy()
+        with super().noting_assignments(variables if alone else []) as noted:
+            yield noted
+
+    def values_before(self, variables: Sequence[Variable]) -> Callable[[Variable], Tensor]:
+        # The assignment may stand in a branch, out of which no tensor comes. What is read here and
+        # not used is never read.
+        values = dict(zip(map(id, variables), self.copied_values(variables), strict=True))
+        return lambda variable: values[id(variable)]
+
     def restore_unless(
         self, applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]
     ) -> None:
