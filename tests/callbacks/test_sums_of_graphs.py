@@ -79,7 +79,6 @@ EXACT = [
     ("Sum", "bfloat16"),
     ("Mean", "bfloat16"),
     ("BiasAddGrad", "float16"),
-    ("DepthwiseConv2dNativeBackpropFilter", "bfloat16"),
 ]
 
 
