@@ -220,7 +220,7 @@ def _cause(
         if blame.owner:
             return _term_cause(model, batch, blame, preserved)
         if blame.after or blame.before:
-            return "the loss is computed in float32, so not a matter of half precision"
+            return _loss_cause(model, batch, preserved)
         if blame.scaled:
             return f"the outputs are finite, and the loss times {scale:g} is not"
         return "the loss itself is not finite, not by being scaled: no loss scale can help"
@@ -232,6 +232,19 @@ def _cause(
         keys = {blame.place.key} if blame.place else set()
         _, gradients = backward(model, batch, scale, keys, in_float32.record)
     return backward_cause(blame, in_float32, gradients, model.trainable_variables, scale)
+
+
+def _loss_cause(model: keras.Model, batch: Batch, preserved: Preserved) -> str:
+    """Why the code of a loss, between two calls, makes what is not finite."""
+    preserved.restore()
+    with under(model, "float32"):
+        *_, loss = forward(model, batch, training=True, with_loss=True)
+    if loss is None or has_nonfinite(measure(loss)):
+        return "the loss is not finite in float32 either, so not a matter of half precision"
+    return (
+        "finite in float32: the code of the loss computes in the half precision that a layer "
+        'returns. Cast that first: keras.ops.cast(x, "float32").'
+    )
 
 
 def _term_cause(model: keras.Model, batch: Batch, blame: Blame, preserved: Preserved) -> str:

@@ -214,6 +214,42 @@ def test_the_loss():
     assert report.cause == "the outputs are finite, and the loss times 32768 is not"
 
 
+class Contrastive(keras.Model):
+    """A loss of its own of what a layer returns, whose exponentials reach exp(`largest`)."""
+
+    def __init__(self, largest, cast):
+        super().__init__()
+        self.encoder, self.head = layers.Dense(4, name="encoder"), layers.Dense(1, name="head")
+        self.largest, self.cast = largest, cast
+
+    def call(self, x):
+        return self.head(self.encoder(x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        z = ops.normalize(self.cast(self.encoder(x)), axis=-1)
+        return ops.mean(ops.exp(ops.sum(z * z, axis=-1) * self.largest))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("largest, cause", [(20.0, "finite in float32"), (200.0, "float32 either")])
+def test_a_loss_of_its_own_says_whether_half_precision_is_to_blame(largest, cause):
+    """And the advice is followed."""
+    x, y = np.ones((2, 3), "float32"), np.ones((2, 1), "float32")
+
+    def report(cast):
+        keras.config.set_dtype_policy("mixed_float16")
+        model = Contrastive(largest, cast)
+        model(x)
+        model.compile(kmp.scaled("sgd", "none"), None)
+        return kmp.debug.locate_nonfinite(model, x, y)
+
+    found = report(lambda z: z)
+    assert found.phase == "loss" and found.after.endswith("encoder") and cause in found.cause
+    if largest == 20.0:
+        assert 'keras.ops.cast(x, "float32")' in found.cause
+        assert report(lambda z: ops.cast(z, "float32")).phase != "loss"
+
+
 class Penalty(layers.Layer):
     """Adds a root of what may be negative to the loss, and hands its inputs on."""
 
