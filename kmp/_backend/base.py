@@ -422,7 +422,10 @@ class Backend(abc.ABC):
 
     def values_before(self, variables: Sequence[Variable]) -> Callable[[Variable], Tensor]:
         """Return what gives the value of each of the variables as long as it is not assigned."""
-        return lambda variable: self.copied_values([variable])[0]
+        # Read now, because an assignment may stand in a branch, out of which no tensor comes, or in
+        # the call of a layer, where variables read in half precision.
+        values = dict(zip(map(id, variables), self.copied_values(variables), strict=True))
+        return lambda variable: values[id(variable)]
 
     # ---- Keras's training loop -----------------------------------------------------------------
 

@@ -205,6 +205,27 @@ def test_frozen_weights_that_a_step_moves_are_those_before_the_skipped_step(how,
         np.testing.assert_array_equal(clean, with_bad)
 
 
+class Follows(keras.layers.Dense):
+    """Moves its own weights, which are frozen, each time it is called."""
+
+    def call(self, x):
+        self.kernel.assign(0.5 * self.kernel + ops.mean(x))
+        return super().call(x)
+
+
+@pytest.mark.quick
+def test_frozen_weights_that_a_half_layer_moves_are_not_rounded():
+    """In the call of such a layer a variable reads in half precision."""
+    x = np.full((8, 3), np.nan, "float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    frozen = Follows(3, kernel_initializer=keras.initializers.Constant(1 / 3), trainable=False)
+    model = keras.Sequential([keras.Input((3,)), frozen, keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd", learning_rate=0.1), "mse")
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[TerminateOnNaN()])
+    assert int(ops.convert_to_numpy(model.optimizer.skipped_steps)) == 1
+    assert (ops.convert_to_numpy(frozen.kernel) == np.float32(1 / 3)).all()
+
+
 @pytest.mark.parametrize("kind", ["SimpleRNN", "GRU", "LSTM", "ConvLSTM1D", "Bidirectional"])
 def test_the_states_of_a_stateful_rnn_are_those_before_the_skipped_step(kind):
     """They are in no list of variables, and the next batch begins with them."""

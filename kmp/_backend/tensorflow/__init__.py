@@ -260,12 +260,6 @@ class TensorFlowBackend(Backend):
         with super().noting_assignments(variables if alone else []) as noted:
             yield noted
 
-    def values_before(self, variables: Sequence[Variable]) -> Callable[[Variable], Tensor]:
-        # The assignment may stand in a branch, out of which no tensor comes. What is read here and
-        # not used is never read.
-        values = dict(zip(map(id, variables), self.copied_values(variables), strict=True))
-        return lambda variable: values[id(variable)]
-
     def restore_unless(
         self, applied: Tensor, variables: Sequence[Variable], old: Sequence[Tensor]
     ) -> None:

@@ -199,6 +199,11 @@ class TorchBackend(Backend):
         # Copies, because torch assigns in place.
         return [v.value.detach().clone() for v in variables]
 
+    def values_before(self, variables: Sequence[Variable]) -> Callable[[Variable], Tensor]:
+        # Only what is assigned is copied.
+        tensors = {id(v): v.value for v in variables}
+        return lambda variable: tensors[id(variable)].detach().clone()
+
     def block_sizes(self) -> tuple[int, int] | None:
         # On a CPU a block should stay in its cache; on a GPU it should keep the GPU busy while the
         # next operation is called. A compiled update is one call, which writes nothing in between;
