@@ -56,31 +56,16 @@ def protected_step(
         tracker: the loss tracker that the model has while this step is compiled.
     """
     optimizer = model.optimizer
-    tracked = _tracked_step(model, train_step, tracker)
+    noting = _NotingStep(_tracked_step(model, train_step, tracker))
     if not is_loss_scale_optimizer(optimizer):
-        return backend.sums_in_float32(tracked)  # which skips nothing
+        return backend.sums_in_float32(noting)  # which skips nothing
     # Buffers of PyTorch that the first step left alone, as masks: they are not copied in each step.
     idle: set[Any] = set()
     is_first = True
-    # Frozen weights, as of a target network: a train step may assign them, and most do not.
-    frozen: list[Variable] = []
-    assigned: list[tuple[Variable, Tensor]] = []
-
-    def noted(*args: Any) -> Any:
-        with backend.noting_assignments(frozen) as found:
-            logs = tracked(*args)
-        assigned[:] = found
-        return logs
 
     def before() -> _Kept:
         layers = layers_of(model)
-        state = _undone_by_a_skip(model, layers, tracker)
-        known = {id(v) for v in state}
-        weights = [v for x in layers for v in own_weights(x) if not v.trainable]
-        frozen[:] = [v for v in weights if id(v) not in known]
-        if backend.IS_PURE:  # values cost nothing there, and no assignment shows
-            state += frozen
-            frozen.clear()
+        state = noting.watch(layers, _undone_by_a_skip(model, layers, tracker))
         variables = [v for v in state if not isinstance(v, Buffer) or v.key not in idle]
         averages = _averages(model, tracker)
         counters = [_skip_counter(optimizer), tracker.nonfinite_losses, *_spike_counter(optimizer)]
@@ -102,8 +87,7 @@ def protected_step(
     def after(kept: _Kept, logs: Any) -> Any:
         nonlocal is_first
         applied = ops.logical_not(_was_skipped(optimizer, kept.counter))
-        pairs = still_there(zip(kept.variables, kept.values, strict=True))
-        pairs = [(v, x) for v, x in pairs if v.value is not x] + assigned
+        pairs = [*_changed(kept), *noting.assigned]
         if is_first and backend.is_concrete(applied):
             is_first = False
             idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
@@ -116,8 +100,51 @@ def protected_step(
             optimizer.scaled_step.forget_scale_of(kept.scale, nonfinite)
         return _present_logs(model, logs)
 
-    step = backend.around_train_step(model, noted, before, after)
+    step = backend.around_train_step(model, noting, before, after)
     return backend.sums_in_float32(step)
+
+
+class _NotingStep:
+    """A train step that notes which frozen weights it assigns, as those of a target network.
+
+    Most steps assign none; then nothing is copied.
+
+    Attributes:
+        assigned: the weights that the latest step has assigned, with their values from before.
+
+    Args:
+        train_step: with the signature of the backend.
+    """
+
+    def __init__(self, train_step: Callable[..., Any]):
+        self.assigned: list[tuple[Variable, Tensor]] = []
+        self._train_step = train_step
+        self._watched: list[Variable] = []
+
+    def watch(self, layers: Sequence[Any], known: Sequence[Variable]) -> list[Variable]:
+        """Watch the frozen weights of layers, but for `known` variables, in the next step.
+
+        Returns:
+            `known`, and on JAX the frozen weights: there no assignment shows, and to keep all of
+            them costs nothing.
+        """
+        ids = {id(v) for v in known}
+        weights = [v for x in layers for v in own_weights(x) if not v.trainable]
+        frozen = [v for v in weights if id(v) not in ids]
+        self._watched = [] if backend.IS_PURE else frozen
+        return [*known, *(frozen if backend.IS_PURE else [])]
+
+    def __call__(self, *args: Any) -> Any:
+        with backend.noting_assignments(self._watched) as assigned:
+            logs = self._train_step(*args)
+        self.assigned = assigned
+        return logs
+
+
+def _changed(kept: _Kept) -> list[tuple[Variable, Tensor]]:
+    """The variables whose value is another tensor than before the step, and that value."""
+    pairs = still_there(zip(kept.variables, kept.values, strict=True))
+    return [(v, x) for v, x in pairs if v.value is not x]
 
 
 def _tracked_step(
