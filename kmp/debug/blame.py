@@ -116,6 +116,17 @@ def _given(call: Call) -> Any:
     return y, sample_weight
 
 
+def maker_of(calls: Sequence[Call], outputs: Any) -> Call | None:
+    """The first call that returned any of the outputs; those around it only hand it on."""
+    wanted = {id(x) for x in floats(outputs)}
+    made = [
+        call
+        for call in calls
+        if not is_in_loss(call) and wanted.intersection(map(id, floats(call.outputs)))
+    ]
+    return min(made, key=lambda call: call.span[1], default=None)
+
+
 def is_in_loss(call: Call) -> bool:
     """Whether a call is that of the loss, or one that the loss makes."""
     while call.parent is not None:

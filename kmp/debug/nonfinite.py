@@ -7,8 +7,16 @@ import keras
 from kmp._backend.types import Tensor, Tree
 from kmp._common import scale_number
 from kmp._keras import layers_of, path_of
+from kmp._keras.calls import Call
 from kmp._keras.state import added_losses
-from kmp.debug.blame import Blame, Cotangents, first_bad_value, first_nan_weights, is_in_loss
+from kmp.debug.blame import (
+    Blame,
+    Cotangents,
+    first_bad_value,
+    first_nan_weights,
+    is_in_loss,
+    maker_of,
+)
 from kmp.debug.causes import backward_cause, forward_cause, term_cause
 from kmp.debug.preserved import Preserved
 from kmp.debug.replay import Batch, as_batch, backward, check_replayable, forward, loss_scale_of
@@ -192,7 +200,7 @@ def first_blame(
         calls = recorder.calls
         if not (term or has_nonfinite(measure(outputs))):  # then the model is not to blame
             calls = [call for call in calls if is_in_loss(call)]
-        return first_bad_value(calls) or term or _end(outputs, loss)
+        return first_bad_value(calls) or term or _end(recorder.calls, outputs, loss)
     if scale is None:
         return None
     preserved.restore()
@@ -200,15 +208,16 @@ def first_blame(
     keys = {call.key for call in recorder.calls}
     loss, gradients = backward(model, batch, scale, keys, cotangents.record)
     if has_nonfinite(measure(loss)):
-        return dataclasses.replace(_end(outputs, loss), scaled=True)
+        return dataclasses.replace(_end(recorder.calls, outputs, loss), scaled=True)
     return cotangents.first_bad(gradients, model.trainable_variables)
 
 
-def _end(outputs: Tree, loss: Tensor | None) -> Blame:
+def _end(calls: list[Call], outputs: Tree, loss: Tensor | None) -> Blame:
     """What is left where no call is to blame: the loss, or without one the outputs."""
     if loss is None:
         return Blame("forward", None, "model", outputs=measure(outputs))
-    return Blame("loss", None, "loss", inputs=measure(outputs), outputs=measure(loss))
+    after = maker_of(calls, outputs)
+    return Blame("loss", None, "loss", after, inputs=measure(outputs), outputs=measure(loss))
 
 
 def _cause(
@@ -219,11 +228,9 @@ def _cause(
     if blame.phase == "loss":
         if blame.owner:
             return _term_cause(model, batch, blame, preserved)
-        if blame.after or blame.before:
-            return _loss_cause(model, batch, preserved)
         if blame.scaled:
             return f"the outputs are finite, and the loss times {scale:g} is not"
-        return "the loss itself is not finite, not by being scaled: no loss scale can help"
+        return _loss_cause(model, batch, blame.after, preserved)
     if blame.phase == "forward":
         return forward_cause(blame)
     preserved.restore()
@@ -234,16 +241,28 @@ def _cause(
     return backward_cause(blame, in_float32, gradients, model.trainable_variables, scale)
 
 
-def _loss_cause(model: keras.Model, batch: Batch, preserved: Preserved) -> str:
-    """Why the code of a loss, between two calls, makes what is not finite."""
-    preserved.restore()
-    with under(model, "float32"):
-        *_, loss = forward(model, batch, training=True, with_loss=True)
-    if loss is None or has_nonfinite(measure(loss)):
-        return "the loss is not finite in float32 either, so not a matter of half precision"
+def _loss_cause(model: keras.Model, batch: Batch, after: Call | None, preserved: Preserved) -> str:
+    """Why the code of a loss makes what is not finite of what layers return."""
+
+    def is_finite_with(layer):
+        preserved.restore()
+        try:
+            with under(layer, "float32"):
+                *_, loss = forward(model, batch, training=True, with_loss=True)
+        except Exception:  # TensorFlow mixes no dtypes
+            return None
+        return loss is not None and not has_nonfinite(measure(loss))
+
+    in_float32 = is_finite_with(model)
+    if in_float32 is None:
+        return "the loss itself is not finite, not by being scaled: no loss scale can help"
+    if not in_float32:
+        return "the loss is not finite in float32 either: no loss scale can help"
+    if after is None or not is_finite_with(after.layer):
+        return "finite where all layers compute in float32: kmp.debug.diagnose tries each of them"
     return (
-        "finite in float32: the code of the loss computes in the half precision that a layer "
-        'returns. Cast that first: keras.ops.cast(x, "float32").'
+        "finite in float32: the code of the loss computes with what that layer returns in half "
+        "precision. Keep the layer in float32 (dtype='float32')."
     )
 
 

@@ -120,7 +120,9 @@ class Search:
             return True, unit
         if blame is None:
             return False, None
-        return True, self._unit_of(blame.call.layer) if blame.call else None
+        # The code of a loss computes in what the layer before it returns.
+        to_keep = blame.call or blame.after
+        return True, self._unit_of(to_keep.layer) if to_keep else None
 
     def _regularized(self) -> Unit | None:
         """A unit with an activity regularizer in half precision, which the losses may not add."""

@@ -236,6 +236,32 @@ def test_a_loss_that_raises_in_half_precision_is_not_hidden():
         kmp.debug.diagnose(model, np.ones((3, 4), "float32"), np.ones((3, 2), "float32"))
 
 
+class Contrastive(keras.Model):
+    """Multiplies what it returned by 1e5 in the code of its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = layers.Dense(4, name="encoder"), layers.Dense(4, name="head")
+
+    def call(self, x):
+        return self.head(self.encoder(x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(ops.multiply(y_pred, 1e4)))
+
+
+def test_the_layer_that_the_code_of_a_loss_takes_is_kept():
+    model, x = Contrastive(), np.ones((2, 4), "float32")
+    model(x)
+    model.compile("sgd", None)
+    diagnosis = kmp.debug.diagnose(model, x, np.zeros(2))
+    assert diagnosis.float32_layers == (model.head.path,)
+    assert diagnosis.gradients_finite
+    kmp.to_mixed_precision(model, diagnosis.policy)
+    model.compile(kmp.scaled("sgd", "none"), None)
+    assert np.isfinite(model.fit(x, np.zeros(2), verbose=0).history["loss"]).all()
+
+
 def test_two_kept_blocks_may_share_a_layer():
     shared = layers.Dense(4, name="shared")
     blocks = [Residual(shared, name=name) for name in ("one", "two")]
