@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import Model
 from keras.dtype_policies import DTypePolicyMap
-from keras.layers import InputLayer, Wrapper
+from keras.layers import InputLayer, TorchModuleWrapper, Wrapper
 
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import (
@@ -67,6 +67,7 @@ def to_mixed_precision(
       example one layer of word and position embeddings, if the logits come from the former;
     - preprocessing layers (`Normalization`, `Rescaling`, augmentation), because raw inputs may be
       beyond the range of half precision;
+    - modules of PyTorch in a Keras model, whose weights no policy casts;
     - layers with an activity regularizer, and those that call `add_loss`, because Keras sums both
       in half precision;
     - average pooling over so many numbers that the average is wrong by more than 3%, because this
@@ -375,6 +376,8 @@ def _plan(
             new, reason = outputs, "output layer"
         elif any(id(each) in heads for each in inner) and not isinstance(layer, Model):
             new, reason = outputs, "shares an output layer"
+        elif isinstance(layer, TorchModuleWrapper):
+            reason = "a module of PyTorch, whose weights no policy casts"
         elif layer.activity_regularizer is not None:
             reason = "activity regularizer"
         elif reason := _wrong_sum(layer, policy):

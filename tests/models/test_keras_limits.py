@@ -34,15 +34,38 @@ def test_a_remat_scope_works_on_jax():
 
 @pytest.mark.only("torch")
 def test_keras_still_leaves_torch_modules_in_float32():
-    """keras#20726. A conversion says so, and converts once the wrapper is excluded."""
+    """keras#20726. A conversion keeps them in float32, inside a layer too."""
     import torch
 
-    wrapper = layers.TorchModuleWrapper(torch.nn.Linear(4, 4), name="wrapper")
-    model = keras.Sequential([keras.Input((4,)), wrapper, layers.Dense(4), layers.Dense(2)])
-    with pytest.raises(ValueError, match="cannot be called in mixed_bfloat16"):
-        kmp.to_mixed_precision(model, "mixed_bfloat16")
-    kmp.to_mixed_precision(model, "mixed_bfloat16", lambda layer, path: layer is not wrapper)
-    assert [x.compute_dtype for x in model.layers] == ["float32", "bfloat16", "float32"]
+    class Inside(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.module, self.dense = torch.nn.Linear(4, 4), layers.Dense(4)
+
+        def call(self, x):
+            return self.dense(self.module(x))
+
+    def build():
+        module = layers.TorchModuleWrapper(torch.nn.Linear(4, 4))
+        stack = [keras.Input((4,)), module, layers.Dense(4), Inside(), layers.Dense(2)]
+        return keras.Sequential(stack)
+
+    x = np.ones((4, 4), "float32")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    with pytest.raises(RuntimeError, match="same dtype"):
+        build()(x)
+    keras.config.set_dtype_policy("float32")
+    model = build()
+    model.compile(kmp.scaled("adam"), "mse")
+    kmp.to_mixed_precision(model, "mixed_bfloat16")
+    dtypes = [x.compute_dtype for x in model.layers]
+    assert dtypes == ["float32", "bfloat16", "bfloat16", "float32"]
+    assert model.layers[2].module.compute_dtype == "float32"
+    before = [v.numpy() for v in model.trainable_variables]
+    model.fit(x, np.ones((4, 2)), verbose=0)
+    assert all(
+        (v.numpy() != x).any() for v, x in zip(model.trainable_variables, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("file", ["model.keras", "model.weights.h5"])
