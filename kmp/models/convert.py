@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 from keras import Model
 from keras.dtype_policies import DTypePolicyMap
-from keras.layers import InputLayer, TorchModuleWrapper, Wrapper
+from keras.layers import InputLayer, Wrapper
 
 from kmp._backend.types import Tensor, Variable
 from kmp._keras import (
@@ -24,8 +24,8 @@ from kmp._keras import (
     symbolic_outputs,
     takes_training,
 )
+from kmp._keras.calls import Recorder, recording
 from kmp.models.indices import (
-    INDICES,
     INSIDE,
     LESS_GRAVE,
     NEEDS_INTEGERS,
@@ -48,6 +48,10 @@ from kmp.models.side_effects import ROUNDED_STATE, harmed_layers, told_of_models
 from kmp.precision.policy import Policy, get_policy, on_weights, plain
 from kmp.precision.trees import HALF_DTYPES, half_dtype
 
+Plan: TypeAlias = list[tuple[keras.Layer, Any, str]]  # layers, their new policies, and why
+
+RAISES = "raises in half precision"
+
 
 def to_mixed_precision(
     model: Model,
@@ -67,7 +71,8 @@ def to_mixed_precision(
       example one layer of word and position embeddings, if the logits come from the former;
     - preprocessing layers (`Normalization`, `Rescaling`, augmentation), because raw inputs may be
       beyond the range of half precision;
-    - modules of PyTorch in a Keras model, whose weights no policy casts;
+    - layers that raise in half precision, as a module of PyTorch in a Keras model does, or code
+      that multiplies its inputs by float32 on TensorFlow;
     - layers with an activity regularizer, and those that call `add_loss`, because Keras sums both
       in half precision;
     - average pooling over so many numbers that the average is wrong by more than 3%, because this
@@ -148,15 +153,9 @@ def to_mixed_precision(
         policy = policy.default_policy
     policy = get_policy(f"mixed_{half_dtype()}" if policy is None else policy)
     _check(model, policy)
-    plan = _plan(model, policy, filters, _exact_layers(model, policy, filters))
     before = {id(layer): layer.dtype_policy for layer in layers_of(model)}
-    changes = [
-        change for layer, new, _ in plan for change in dtype_changes(layer, new, policy.param_dtype)
-    ]
     compiled = compiled_models(model)
-    rebuilds = [Rebuilding(x, policy, of) for of, x in compiled.items()] if changes else []
-    exact = {key: value for each in rebuilds for key, value in each.exact.items()}
-    untried = _convert(model, policy, plan, changes, exact)
+    plan, rebuilds, untried = _convert_what_runs(model, policy, filters, compiled)
     said = [rebuild() for rebuild in rebuilds]
     forget_functions(model)
     remember_policies(model)
@@ -176,14 +175,47 @@ def to_mixed_precision(
     return ConversionReport(tuple(rows), optimizer, untried, rounded)
 
 
+def _convert_what_runs(
+    model: Any, policy: Policy, filters: list[tuple[Callable, str]], compiled: Mapping[str, Model]
+) -> tuple[Plan, list[Rebuilding], str]:
+    """Convert all but the layers that raise in half precision; each of them costs one more try.
+
+    Returns:
+        The plan that was carried out; the optimizers that are to be rebuilt; and why the model was
+        not called.
+
+    Raises:
+        ValueError: if the model cannot be called any more. It is as before then.
+    """
+    raising: list[keras.Layer] = []
+    filters = [*filters, (lambda layer, path: all(layer is not x for x in raising), RAISES)]
+    while True:
+        plan = _plan(model, policy, filters, _exact_layers(model, policy, filters))
+        changes = [
+            change
+            for layer, new, _ in plan
+            for change in dtype_changes(layer, new, policy.param_dtype)
+        ]
+        rebuilds = [Rebuilding(x, policy, of) for of, x in compiled.items()] if changes else []
+        exact = {key: value for each in rebuilds for key, value in each.exact.items()}
+        untried, raised = _convert(model, policy, plan, changes, exact)
+        if raised is None:
+            return plan, rebuilds, untried
+        raising.append(raised)
+
+
 def _convert(
     model: Any,
     policy: Policy,
-    plan: list[tuple[keras.Layer, Any, str]],
+    plan: Plan,
     changes: list[tuple[Variable, str]],
     exact: dict[int, Tensor],
-) -> str:
-    """Change policies and weights, and call the model symbolically; say if that is impossible.
+) -> tuple[str, keras.Layer | None]:
+    """Change policies and weights, and call the model symbolically.
+
+    Returns:
+        Why it was not called, if that is impossible; and a layer that raises in half precision
+        alone. If there is one, the model is as before.
 
     Raises:
         ValueError: if the model cannot be called any more. It is as before then.
@@ -206,35 +238,62 @@ def _convert(
     try:
         failed = [way for way in ways if symbolic_outputs(*way) is None]
         if failed:
+            now = [_attempts(*way) for way in failed]
             undo()
-            if any(symbolic_outputs(*way) is not None for way in failed):
-                raise ValueError(_mixed_dtypes(model, policy, plan))
+            ran = [
+                recorder
+                for way, recorded in zip(failed, now, strict=True)
+                for (recorder, _), (_, had_run) in zip(recorded, _attempts(*way), strict=False)
+                if had_run
+            ]
+            if ran:
+                if (layer := _raising_layer(ran[0], plan)) is None:
+                    raise ValueError(_mixed_dtypes(model, policy))
+                return "", layer
             undo = convert()
     except Exception:
         undo()
         raise
     tried = {id(each) for each, call in ways if all(call is not other for _, other in failed)}
     if called and all(id(each) in tried for each in called):
-        return ""
+        return "", None
     return (
         f"{model.name!r} was not tried in {policy}, because Keras cannot call it without data. "
         "Call it on a batch: if it raises, one of its layers mixes dtypes that do not go together."
-    )
+    ), None
 
 
-def _mixed_dtypes(model: Any, policy: Policy, plan: list[tuple[keras.Layer, Any, str]]) -> str:
-    uncast = [x for x, new, _ in plan if not getattr(new, "casts_inputs", True)]
-    hint = (
-        f" The inputs of {path_of(uncast[0])!r} are not cast, because it {INDICES}."
-        if uncast
-        else ""
-    )
+def _attempts(model: Any, call: Callable) -> list[tuple[Recorder, bool]]:
+    """The symbolic calls that are tried: what each calls, and whether it comes to its end."""
+    found: list[tuple[Recorder, bool]] = []
+
+    def recorded(*inputs: Any) -> Any:
+        recorder = Recorder()
+        found.append((recorder, False))
+        with recording(recorder):
+            outputs = call(*inputs)
+        found[-1] = recorder, True
+        return outputs
+
+    symbolic_outputs(model, recorded)
+    return found
+
+
+def _raising_layer(recorder: Recorder, plan: Plan) -> keras.Layer | None:
+    """The innermost half layer in whose code something raised; None if it is a model."""
+    half = {id(layer) for layer, new, _ in plan if new != Policy("float32")}
+    raised = recorder.raised()
+    while raised is not None and id(raised.layer) not in half:
+        raised = raised.parent
+    return None if raised is None or isinstance(raised.layer, Model) else raised.layer
+
+
+def _mixed_dtypes(model: Any, policy: Policy) -> str:
     return (
-        f"{model.name!r} cannot be called in {policy}: one of its layers mixes dtypes that do not "
-        f"go together. Nothing was converted.{hint} Exclude that layer, for example with "
-        "filter_fn=lambda layer, path: layer.name != 'its_name'; or convert to "
-        "kmp.debug.diagnose(model, x, y).policy, which keeps it in float32. If it is code of your "
-        "own, let it combine them by keras.ops, such as keras.ops.multiply(a, b) for a * b."
+        f"{model.name!r} cannot be called in {policy}: its own code, or that of a model in it, "
+        "mixes dtypes that do not go together. Nothing was converted. Let it combine them by "
+        "keras.ops, such as keras.ops.multiply(a, b) for a * b; or exclude the layers that it "
+        "takes them from, for example with filter_fn=lambda layer, path: layer.name != 'its_name'."
     )
 
 
@@ -349,7 +408,7 @@ def _plan(
     policy: Policy,
     filters: list[tuple[Callable, str]],
     exact: Mapping[int, Rounding],
-) -> list[tuple[keras.Layer, Any, str]]:
+) -> Plan:
     """Each layer, the policy that it will have, and the reason if that is not `policy`."""
     heads = {id(each) for layer in output_layers(model) for each in layers_of(layer)}
     keep = Policy("float32")
@@ -376,8 +435,6 @@ def _plan(
             new, reason = outputs, "output layer"
         elif any(id(each) in heads for each in inner) and not isinstance(layer, Model):
             new, reason = outputs, "shares an output layer"
-        elif isinstance(layer, TorchModuleWrapper):
-            reason = "a module of PyTorch, whose weights no policy casts"
         elif layer.activity_regularizer is not None:
             reason = "activity regularizer"
         elif reason := _wrong_sum(layer, policy):

@@ -6,7 +6,7 @@ from converted import Raw, X, sequential
 from keras import layers
 
 import kmp
-from kmp._keras import layers_of
+from kmp._keras import layers_of, path_of
 
 
 class NeedsData(Raw):
@@ -78,21 +78,58 @@ def nothing_converted(model, convert, error, match):
     assert model.predict_function is marker
 
 
+class Around(layers.Layer):
+    """Half precision does not reach what it calls."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.dense = inner, layers.Dense(3)
+
+    def call(self, x, training=False):
+        return self.dense(self.inner(x, training=training))
+
+
 @pytest.mark.parametrize("kind", ["sequential", "functional"])
 @pytest.mark.parametrize("always", [True, False])
-def test_a_model_that_could_not_be_called_any_more_is_not_converted(always, kind):
-    """Or trained: an auxiliary loss may run in training alone."""
-    model = sequential = keras.Sequential(
-        [keras.Input((6,)), layers.Dense(3), Fussy(always), layers.Dense(2)]
-    )
+def test_layers_that_raise_in_half_precision_stay_in_float32(always, kind):
+    """Or in training: an auxiliary loss may run in training alone."""
+    fussy, inner = Fussy(always), Fussy(always)
+    stack = [keras.Input((6,)), layers.Dense(3), fussy, Around(inner), layers.Dense(2)]
+    model = sequential = keras.Sequential(stack)
     if kind == "functional":
-        model = keras.Model(sequential.inputs, sequential.outputs)
+        model = keras.Model(sequential.inputs[0], sequential.outputs[0])
+    report = kmp.to_mixed_precision(model, "mixed_float16")
+    reasons = {path_of(x): "raises in half precision" for x in (fussy, inner)}
+    assert report.kept == reasons | {path_of(model.layers[-1]): "output layer"}
+    assert [fussy.compute_dtype, inner.compute_dtype] == ["float32", "float32"]
+    model(X)
+
+
+class OfItsOwn(keras.Model):
+    """Its own code raises in half precision, in inference or in training."""
+
+    def __init__(self, always):
+        super().__init__()
+        self.body, self.head, self.always = layers.Dense(4), layers.Dense(2), always
+
+    def call(self, x, training=False):
+        x = self.body(x)
+        half = keras.backend.standardize_dtype(x.dtype) != "float32"
+        if half and (training or self.always):
+            raise TypeError("float32 is needed")
+        return self.head(x)
+
+
+@pytest.mark.only("tensorflow", "jax")  # on torch it can still be called with integers
+@pytest.mark.parametrize("always", [True, False])
+def test_a_model_that_could_not_be_called_any_more_is_not_converted(always):
+    model = OfItsOwn(always)
+    model(X)
     convert = lambda model: kmp.to_mixed_precision(model, "mixed_float16")  # noqa: E731
     nothing_converted(model, convert, ValueError, "cannot be called in mixed_float16")
-    report = kmp.to_mixed_precision(
-        model, "mixed_float16", lambda layer, path: not isinstance(layer, Fussy)
-    )
-    assert "excluded by filter_fn" in report.kept.values()
+    inputs = keras.Input(X.shape[1:])
+    around = keras.Model(inputs, model(inputs))
+    nothing_converted(around, convert, ValueError, "that of a model in it")
 
 
 def test_an_error_in_filter_fn_converts_nothing():
