@@ -239,14 +239,15 @@ def test_private_names_of_others_are_found(source, expected):
 # to 3.15.1 were looked through, and 3.9.2, which has all of the first group but one.
 PRIVATE = {
     "3.10.0": """
-        AutocastScope Functional compute_output_spec get_keras_mask global_state in_symbolic_scope
-        seed_generator set_keras_mask to_snake_case
+        AutocastScope Functional compute_output_spec get_global_attribute get_keras_mask
+        global_state in_stateless_scope in_symbolic_scope seed_generator set_keras_mask to_snake_case
         _call_has_context_arg _call_has_training_arg _call_signature _called _dtype_policy
         _flatten_layers _functional _inbound_nodes _is_default _is_quantized _keras_history
         _kernel _loss_ids _losses _nodes_by_depth _non_trainable_variables _run_through_graph
         _track_variables _tracker _trainable_variables
         _untrack_variable
-        _compile_config _compile_loss _compile_metrics _jax_state _jax_state_synced _loss_tracker
+        _compile_config _compile_loss _compile_metrics _distribute_strategy _jax_state
+        _jax_state_synced _loss_tracker
         _symbolic_build _user_loss _user_loss_weights
         _accumulated_gradients _all_reduce_sum_gradients _apply_weight_decay
         _backend_apply_gradients _backend_increment_gradient_accumulators

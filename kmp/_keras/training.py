@@ -7,12 +7,14 @@ Each function names the private attributes that it reads or sets.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 from keras import Layer, Model, ops
 from keras.layers import RNN
+from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from kmp._keras import own_state, path_of
 
@@ -27,6 +29,37 @@ def state_of(layer: keras.Layer) -> list[Any]:
     states = layer.states if isinstance(layer, RNN) and layer.stateful else None
     found = [*own_state(layer), *(keras.tree.flatten(states) if states is not None else ())]
     return [*found, *buffers_of(layer)]
+
+
+@contextlib.contextmanager
+def noting_calls(variables: Sequence[Any]) -> Iterator[set[int]]:
+    """Within, note which of the variables are assigned in a call, and not by a train step itself.
+
+    On JAX a train step itself assigns none: it returns new values. Private: `current_call_ctx`,
+    which is there during the calls of layers.
+
+    Yields:
+        The ids of those that have been assigned in a call so far.
+    """
+    noted: set[int] = set()
+
+    def note(variable: Any) -> Callable[[Any], Any]:
+        assign = variable.assign
+
+        def noting(value: Any) -> Any:
+            if in_stateless_scope() or get_global_attribute("current_call_ctx") is not None:
+                noted.add(id(variable))
+            return assign(value)
+
+        return noting
+
+    for each in variables:
+        each.assign = note(each)
+    try:
+        yield noted
+    finally:
+        for each in variables:
+            del each.assign
 
 
 class Guard:
@@ -187,6 +220,11 @@ def strategy_scope(model: Any) -> contextlib.AbstractContextManager[Any]:
     """The scope in which the variables of a model are made, where TensorFlow distributes it."""
     strategy = getattr(model, "distribute_strategy", None)
     return strategy.scope() if strategy else contextlib.nullcontext()
+
+
+def is_replicated(model: Any) -> bool:
+    """Whether TensorFlow distributes the model over replicas. Private: `_distribute_strategy`."""
+    return getattr(model, "_distribute_strategy", None) is not None
 
 
 def check_compiled(model: Any, owner: str) -> None:

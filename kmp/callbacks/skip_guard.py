@@ -2,20 +2,29 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from keras import ops
 from keras.layers import BatchNormalization, SpectralNormalization
 
 from kmp._backend import backend
 from kmp._backend.types import Tensor, Variable
-from kmp._keras import layers_of, own_weights
+from kmp._keras import layers_of, own_state, own_weights
 from kmp._keras.building import calls_in_a_scope
 from kmp._keras.optimizer import is_loss_scale_optimizer
-from kmp._keras.training import Buffer, metrics_of, state_of, still_there
+from kmp._keras.training import (
+    Buffer,
+    is_replicated,
+    metrics_of,
+    noting_calls,
+    state_of,
+    still_there,
+)
 from kmp.callbacks.loss_tracker import LossTracker
 from kmp.precision.trees import is_float
 from kmp.scaling.optimizer import LossScaleOptimizer
+
+Pair: TypeAlias = tuple[Variable, Tensor]  # a variable, and its value from before the step
 
 
 class _Kept(NamedTuple):
@@ -56,7 +65,7 @@ def protected_step(
         tracker: the loss tracker that the model has while this step is compiled.
     """
     optimizer = model.optimizer
-    noting = _NotingStep(_tracked_step(model, train_step, tracker))
+    noting = _NotingStep(model, _tracked_step(model, train_step, tracker))
     if not is_loss_scale_optimizer(optimizer):
         return backend.sums_in_float32(noting)  # which skips nothing
     # Buffers of PyTorch that the first step left alone, as masks: they are not copied in each step.
@@ -91,7 +100,7 @@ def protected_step(
         if is_first and backend.is_concrete(applied):
             is_first = False
             idle.update(v.key for v, x in pairs if isinstance(v, Buffer) and v.holds(x))
-        backend.restore_unless(applied, [v for v, _ in pairs], [x for _, x in pairs])
+        _restore(*noting.kept_by_the_step(pairs), applied)
         hold_statistics(model, kept.norms, pairs, applied)
         nonfinite = ops.greater(tracker.nonfinite_losses.value, kept.nonfinite_losses)
         _restore_averages(kept, applied, _is_lost(optimizer, kept, nonfinite))
@@ -105,21 +114,26 @@ def protected_step(
 
 
 class _NotingStep:
-    """A train step that notes which frozen weights it assigns, as those of a target network.
+    """A train step that notes which variables its own code assigns.
 
-    Most steps assign none; then nothing is copied.
+    These are frozen weights, as those of a target network, which most steps leave alone: then
+    nothing is copied. And they are variables of the model itself, as for gradients that the step
+    accumulates.
 
     Attributes:
         assigned: the weights that the latest step has assigned, with their values from before.
 
     Args:
+        model: `keras.Model`, compiled.
         train_step: with the signature of the backend.
     """
 
-    def __init__(self, train_step: Callable[..., Any]):
+    def __init__(self, model: Any, train_step: Callable[..., Any]):
         self.assigned: list[tuple[Variable, Tensor]] = []
-        self._train_step = train_step
+        self._model, self._train_step = model, train_step
         self._watched: list[Variable] = []
+        self._own: list[Variable] = []
+        self._of_calls: set[int] = set()
 
     def watch(self, layers: Sequence[Any], known: Sequence[Variable]) -> list[Variable]:
         """Watch the frozen weights of layers, but for `known` variables, in the next step.
@@ -132,13 +146,21 @@ class _NotingStep:
         weights = [v for x in layers for v in own_weights(x) if not v.trainable]
         frozen = [v for v in weights if id(v) not in ids]
         self._watched = [] if backend.IS_PURE else frozen
+        # Replicas trace in turns, with the same variables.
+        self._own = [] if is_replicated(self._model) else own_state(self._model)
         return [*known, *(frozen if backend.IS_PURE else [])]
 
     def __call__(self, *args: Any) -> Any:
-        with backend.noting_assignments(self._watched) as assigned:
-            logs = self._train_step(*args)
-        self.assigned = assigned
-        return logs
+        with (
+            backend.noting_assignments(self._watched) as self.assigned,
+            noting_calls(self._own) as self._of_calls,
+        ):
+            return self._train_step(*args)
+
+    def kept_by_the_step(self, pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+        """The variables of the model that its calls do not assign, and the others."""
+        own = {id(v) for v in self._own} - self._of_calls
+        return [p for p in pairs if id(p[0]) in own], [p for p in pairs if id(p[0]) not in own]
 
 
 def _changed(kept: _Kept) -> list[tuple[Variable, Tensor]]:
@@ -184,6 +206,18 @@ def _is_lost(optimizer: Any, kept: _Kept, nonfinite: Tensor) -> Tensor:
     if kept.spikes is None:
         return nonfinite
     return ops.logical_or(nonfinite, ops.greater(optimizer.skipped_spikes.value, kept.spikes))
+
+
+def _restore(kept_by_step: Sequence[Pair], others: Sequence[Pair], applied: Tensor) -> None:
+    """Put back what a skipped step has changed.
+
+    Of what its own code keeps, only what has become inf or NaN: it may have begun a new sum of
+    gradients, because the old one was inf, or was scaled by a scale that has now changed.
+    """
+    backend.restore_unless(applied, [v for v, _ in others], [x for _, x in others])
+    for variable, value in kept_by_step:
+        lost = ops.logical_and(ops.logical_not(applied), _became_nonfinite([variable], [value]))
+        backend.restore_unless(ops.logical_not(lost), [variable], [value])
 
 
 def _restore_averages(kept: _Kept, applied: Tensor, lost_step: Tensor) -> None:
