@@ -240,7 +240,8 @@ def test_private_names_of_others_are_found(source, expected):
 PRIVATE = {
     "3.10.0": """
         AutocastScope Functional compute_output_spec get_global_attribute get_keras_mask
-        global_state in_stateless_scope in_symbolic_scope seed_generator set_keras_mask to_snake_case
+        global_state in_stateless_scope in_symbolic_scope seed_generator set_keras_mask
+        to_snake_case
         _call_has_context_arg _call_has_training_arg _call_signature _called _dtype_policy
         _flatten_layers _functional _inbound_nodes _is_default _is_quantized _keras_history
         _kernel _loss_ids _losses _nodes_by_depth _non_trainable_variables _run_through_graph
