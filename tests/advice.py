@@ -288,6 +288,13 @@ def unscaled(model):
     model.stepped, model.scales = "its own", False
 
 
+def clips(how):
+    def prepare(model):
+        model.stepped, model.clips = "its own", how
+
+    return prepare
+
+
 def in_one_batch(drop_remainder):
     """Train on a dataset whose batch is larger than all examples together."""
     import tensorflow as tf
@@ -760,6 +767,20 @@ OF_STANDSTILL = [
         {"model": Forgetful, "prepare": unscaled, "policy": "mixed_bfloat16"},
         "as it says",
         {"scaled": {"loss_scale": "none"}},
+    ),
+    *(
+        A(
+            "ClippedWhileScaled",
+            f"give the optimizer {way}=1, which clips them after the division",
+            f"a `train_step` clips the scaled gradients of {of} to a norm of 1",
+            {"model": Forgetful, "prepare": clips(how), "optimizer": "sgd", "epochs": 8},
+            "as it says",
+            {"prepare": remember, "inner": {way: 1.0}},
+        )
+        for how, way, of in (
+            ("all", "global_clipnorm", "all weights together"),
+            ("each", "clipnorm", "each weight"),
+        )
     ),
     A(
         "FrozenWeights",

@@ -2,6 +2,7 @@
 
 import keras
 from conftest import BACKEND
+from keras import ops
 
 
 class Forgetful(keras.Sequential):
@@ -11,9 +12,11 @@ class Forgetful(keras.Sequential):
         stepped: the optimizer; "its own"; or None, for nobody.
         scales: whether the loss is scaled.
         tells: whether Keras's average of the loss is updated.
+        clips: the norm that it clips the gradients to by itself, while they are scaled: of
+            "all" together or of "each"; None if it does not.
     """
 
-    stepped, scales, tells = None, True, False
+    stepped, scales, tells, clips = None, True, False, None
 
     @property
     def hands_to(self):
@@ -21,6 +24,14 @@ class Forgetful(keras.Sequential):
 
     def scaled(self, loss):
         return (self.hands_to or self.optimizer).scale_loss(loss) if self.scales else loss
+
+    def clipped(self, gradients):
+        if self.clips is None:
+            return gradients
+        squares = [ops.sum(ops.square(x)) for x in gradients]
+        if self.clips == "all":
+            squares = [sum(squares)] * len(squares)
+        return [x / ops.maximum(ops.sqrt(s), 1.0) for x, s in zip(gradients, squares, strict=True)]
 
     def train_step(self, *args):
         step = {"jax": self.of_jax, "tensorflow": self.of_tensorflow, "torch": self.of_torch}
@@ -42,6 +53,7 @@ class Forgetful(keras.Sequential):
             return loss
 
         loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        gradients = self.clipped(gradients)
         if self.hands_to is not None:
             trainable, of_optimizer = self.hands_to.stateless_apply(
                 of_optimizer, gradients, trainable
@@ -60,7 +72,7 @@ class Forgetful(keras.Sequential):
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
             scaled = self.scaled(loss)
-        gradients = tape.gradient(scaled, self.trainable_weights)
+        gradients = self.clipped(tape.gradient(scaled, self.trainable_weights))
         if self.hands_to is not None:
             self.hands_to.apply(gradients, self.trainable_weights)
         if self.tells:
@@ -73,7 +85,7 @@ class Forgetful(keras.Sequential):
         loss = self.compute_loss(x, y, self(x, training=True))
         self.scaled(loss).backward()
         if self.hands_to is not None:
-            gradients = [v.value.grad for v in self.trainable_weights]
+            gradients = self.clipped([v.value.grad for v in self.trainable_weights])
             self.hands_to.apply(gradients, self.trainable_weights)
         if self.tells:
             self._loss_tracker.update_state(loss)

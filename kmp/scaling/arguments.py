@@ -132,8 +132,8 @@ def warn_of_unscaled_loss() -> None:
     warn(
         "Gradients are applied, but nothing has scaled their loss: they will be divided by a loss "
         "scale that they were not multiplied by, and the weights hardly move. In your "
-        "train_step, write loss = self.optimizer.scale_loss(loss) before taking gradients; in a "
-        "loop of your own in JAX, optimizer.stateless_scale_loss(optimizer_variables, loss). If "
+        "train_step, write loss = self.optimizer.scale_loss(loss) before taking gradients; on "
+        "JAX, self.optimizer.stateless_scale_loss(optimizer_variables, loss). If "
         "another LossScaleOptimizer wraps this one, compile with this one alone. If "
         'nothing needs scaling, as in bfloat16, write kmp.scaled(..., loss_scale="none").'
     )

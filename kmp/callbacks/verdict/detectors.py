@@ -26,6 +26,7 @@ from kmp.callbacks.verdict.nonfinite import (
 )
 from kmp.callbacks.verdict.observation import Detector, Observation
 from kmp.callbacks.verdict.stalled import (
+    ClippedWhileScaled,
     FrozenWeights,
     InsensitiveLoss,
     NoSteps,
@@ -45,6 +46,7 @@ def detectors() -> list[Detector]:
         NothingToTrain(),
         NoSteps(),
         UnscaledLoss(),
+        ClippedWhileScaled(),
         AllSkipped(),
         FrozenWeights(),
         NonfiniteWeights(),

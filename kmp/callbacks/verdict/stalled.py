@@ -11,6 +11,7 @@ from kmp.callbacks.loss_tracker import RECENT
 from kmp.callbacks.verdict.loss_scale import LOCATE, OTHER_MICRO_BATCHES, loses_gradients
 from kmp.callbacks.verdict.observation import Detector, Observation, Weight, named
 from kmp.callbacks.verdict.states import Verdict
+from kmp.health.measure import L2_NORM, MAX_ABS
 from kmp.health.report import GradientReport
 from kmp.scaling.rules import DynamicLossScale
 
@@ -406,7 +407,51 @@ class UnscaledLoss(Detector):
             f"nothing scales the loss, but gradients are divided by a loss scale of "
             f"{report.loss_scale:g}",
             "In your train_step, write loss = self.optimizer.scale_loss(loss) before taking "
-            'gradients; or kmp.scaled(..., loss_scale="none").',
+            "gradients, on JAX self.optimizer.stateless_scale_loss(optimizer_variables, loss); or "
+            'kmp.scaled(..., loss_scale="none").',
+        )
+
+
+class ClippedWhileScaled(Detector):
+    """STALLED: a train step clips the norm of gradients that the loss scale still multiplies.
+
+    Their scaled norm, or the largest of a variable, is then the same number at each look, though
+    the gradients differ, and small for a norm that was multiplied by the scale.
+    """
+
+    _LOOKS = 4
+    _LEAST_SCALE, _LARGEST_NORM = 1024.0, 10.0
+    _SAME, _DIFFERENT = 1e-3, 1e-2  # relative: half precision rounds what is clipped
+
+    def __init__(self):
+        self._step: int | None = None
+        self._sizes: collections.deque[np.ndarray] = collections.deque(maxlen=self._LOOKS)
+
+    def see(self, look: Observation) -> Verdict | None:
+        report = look.report
+        if report.measured_step != self._step:
+            self._step = report.measured_step
+            norms = [report.matrix[:, L2_NORM].max(initial=0.0), report.grad_norm]
+            sizes = np.array([*norms, *report.matrix[:, MAX_ABS]], "float64")
+            self._sizes.append(sizes * report.loss_scale)
+        if len(self._sizes) < self._LOOKS or report.loss_scale < self._LEAST_SCALE:
+            return None
+        least, most = np.min(self._sizes, axis=0), np.max(self._sizes, axis=0)
+        if not np.isfinite(most).all() or (most[2:] <= (1 + self._DIFFERENT) * least[2:]).all():
+            return None
+        highest = np.minimum((1 + self._SAME) * least[:2], self._LARGEST_NORM)
+        same = (most[:2] > 0) & (most[:2] <= highest)
+        if not same.any():
+            return None
+        norm, way = most[:2][same][0], "clipnorm" if same[0] else "global_clipnorm"
+        return Verdict(
+            "STALLED",
+            "",
+            f"the gradients' norm times the loss scale was {norm:.3g} at each of the last "
+            f"{self._LOOKS} looks: they are clipped before they are divided by the scale, which "
+            f"leaves next to nothing of them",
+            f"Do not clip them in your train_step: give the optimizer {way}={norm:.3g}, which "
+            "clips them after the division.",
         )
 
 

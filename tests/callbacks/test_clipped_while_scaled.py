@@ -1,0 +1,54 @@
+"""Gradients that a train step clips before they are divided by the loss scale."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from reports import look_at
+
+import kmp
+from kmp.callbacks.verdict.stalled import ClippedWhileScaled
+
+RANDOM = np.random.default_rng(0)
+SCALE = 32768.0
+
+
+def norms_of(how):
+    """The norms of three gradients, as the optimizer sees them after the division."""
+    scaled = RANDOM.uniform(1e2, 1e4, 3)
+    if how == "all":
+        scaled /= np.linalg.norm(scaled)
+    elif how == "each":
+        scaled /= scaled
+    elif how == "after":  # as the optimizer is asked to: to 1, once they are divided
+        scaled *= SCALE / np.linalg.norm(scaled)
+    elif how == "same":  # a batch of all data, which moves nothing any more
+        scaled = np.array([0.1, 0.2, 0.3])
+    return scaled / SCALE
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "how, scale, said",
+    [
+        ("all", SCALE, "global_clipnorm=1,"),
+        ("each", SCALE, "give the optimizer clipnorm=1,"),
+        ("none", SCALE, ""),
+        ("after", SCALE, ""),
+        ("same", SCALE, ""),
+        ("all", 512.0, ""),  # what is left may be enough
+    ],
+)
+def test_a_norm_that_is_the_same_at_each_look(how, scale, said):
+    detector, verdicts = ClippedWhileScaled(), []
+    for step in range(100, 600, 100):
+        norms = norms_of(how)
+        largest = norms * (1.0 if how == "same" else RANDOM.uniform(0.1, 0.9, 3))
+        rows = np.array([[norm, x, 0, 0, 0] for norm, x in zip(norms, largest, strict=True)])
+        report = kmp.GradientReport(("a", "b", "c"), rows.astype("float32"), scale, step, 0, 0)
+        look = look_at(dataclasses.replace(report, measured_step=step))
+        verdicts.append(detector.see(look))
+        assert detector.see(look) == verdicts[-1]  # a look at the same step counts once
+    assert verdicts[:3] == [None] * 3
+    for verdict in verdicts[3:]:
+        assert said in verdict.advice if said else verdict is None
