@@ -305,6 +305,7 @@ def _counting(look: Observation) -> str:
 _FALL = 30.0  # times; noise in the gradients makes Adam's updates 10 times smaller
 _FELT = 1e-6  # share of the weights below which their own rounding shrinks an update
 _COMPARED = 3  # epochs
+_MEMORY = 20  # steps: a momentum that changes its sign stands nearly still in one
 
 
 class _Point(NamedTuple):
@@ -331,7 +332,7 @@ class UpdateSlowdown(Detector):
     """UNSTABLE: a step moves the weights far less than in the last epochs.
 
     Each epoch is represented by its last step that updated the weights. Later steps are not
-    compared with one that was too small.
+    compared with one that was too small. Where epochs have few steps, it takes several.
     """
 
     def __init__(self):
@@ -360,6 +361,8 @@ class UpdateSlowdown(Detector):
         largest = float(np.median(list(ratios.values()))) + math.log10(max(fall, 1.0))
         if fall <= _FALL or 10**largest <= _FELT:
             self._sound.append(now)
+            return None
+        if now.step - self._sound[-1].step < _MEMORY:
             return None
         reason = (
             f"updates are {fall:.0f} times smaller than after step {step}, which neither the "
