@@ -51,7 +51,7 @@ def protect(model: Any) -> "Protection":
     is applied, but would multiply a moving variance by more than the rule's factor: after the first
     100 steps, and within a budget of the rule's size.
 
-    On JAX a compiled step also uses float32 for sums that it would otherwise take in half
+    On JAX and TensorFlow a traced step also uses float32 for sums that it would otherwise take in half
     precision: in the gradients of biases, of an `Embedding` and of whatever else is looked up. On
     CPUs XLA rounds such a sum after each number, so that a sum of ones stalls.
 
