@@ -51,9 +51,9 @@ def protect(model: Any) -> "Protection":
     is applied, but would multiply a moving variance by more than the rule's factor: after the first
     100 steps, and within a budget of the rule's size.
 
-    On JAX and TensorFlow a traced step also uses float32 for sums that it would otherwise take in half
-    precision: in the gradients of biases, of an `Embedding` and of whatever else is looked up. On
-    CPUs XLA rounds such a sum after each number, so that a sum of ones stalls.
+    On JAX and TensorFlow a traced step also uses float32 for sums that it would otherwise take in
+    half precision: in the gradients of biases, of an `Embedding` and of whatever else is looked up.
+    CPUs round such a sum after each number, so that a sum of ones stalls.
 
     The seeds of dropout and augmentation go on: the next step draws other numbers. A batch whose
     mask made it overflow would otherwise do so for ever. A copy of the model is not protected.

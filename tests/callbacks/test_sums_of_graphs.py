@@ -12,6 +12,20 @@ if keras.backend.backend() == "tensorflow":
 
 pytestmark = pytest.mark.only("tensorflow")
 ONES = 4096
+
+
+def gradient_of_a_resize(x):
+    """Which has no gradient itself."""
+
+    @tf.custom_gradient
+    def gradient(x):
+        grads = tf.reshape(x, (1, 64, 64, 1))
+        y = tf.raw_ops.ResizeNearestNeighborGrad(grads=grads, size=(1, 1))
+        return y, lambda dy: tf.ones_like(x) * tf.reshape(dy, ())
+
+    return gradient(x)
+
+
 KINDS = {
     "AvgPool": lambda x: tf.nn.avg_pool2d(tf.reshape(x, (1, 64, 64, 1)), 64, 64, "VALID") * ONES,
     "AvgPool3D": lambda x: (
@@ -26,6 +40,13 @@ KINDS = {
         strides=(1, 1, 1, 1),
         padding="VALID",
     ),
+    "Einsum": lambda x: tf.einsum("tb->b", tf.reshape(x, (ONES, 1))),
+    "ResizeNearestNeighborGrad": lambda x: gradient_of_a_resize(x),
+    "SegmentMean": lambda x: tf.math.segment_mean(x, tf.zeros(ONES, "int32")) * ONES,
+    "SparseTensorDenseMatMul": lambda x: tf.sparse.sparse_dense_matmul(
+        tf.sparse.SparseTensor([(0, i) for i in range(ONES)], tf.ones(ONES, x.dtype), (1, ONES)),
+        tf.reshape(x, (ONES, 1)),
+    ),
     "Mean": lambda x: tf.reduce_mean(tf.reshape(x, (ONES, 1)), axis=0) * ONES,
     "ScatterNd": lambda x: tf.scatter_nd(tf.zeros((ONES, 1), "int32"), x, (1,)),
     "SegmentSum": lambda x: tf.math.segment_sum(x, tf.zeros(ONES, "int32")),
@@ -37,7 +58,13 @@ KINDS = {
 }
 
 
-MISSING = {("SegmentSum", "xla"), ("AvgPool3D", "float16")}
+MISSING = {
+    ("AvgPool3D", "float16"),
+    ("ResizeNearestNeighborGrad", "xla"),
+    ("SegmentMean", "xla"),
+    ("SegmentSum", "xla"),
+    ("SparseTensorDenseMatMul", "xla"),
+}
 
 
 def made_by(function, times=1):

@@ -19,9 +19,13 @@ _SUMMANDS = {
     "BiasAddGrad": (0,),
     "Cumsum": (0,),
     "DepthwiseConv2dNativeBackpropFilter": (0, 2),
+    "Einsum": (0,),  # of one tensor; of two it is a product
     "Mean": (0,),
+    "ResizeNearestNeighborGrad": (0,),
     "ScatterNd": (1,),
+    "SegmentMean": (0,),
     "SegmentSum": (0,),
+    "SparseTensorDenseMatMul": (1, 3),
     "Sum": (0,),
     "TensorScatterAdd": (0, 2),
     "UnsortedSegmentSum": (0,),
@@ -55,7 +59,7 @@ class _Create:
         self, kind, inputs, dtypes=None, input_types=None, name=None, attrs=None, *args, **kwargs
     ):
         operation = self._create(kind, inputs, dtypes, input_types, name, attrs, *args, **kwargs)
-        summands = _SUMMANDS.get(kind, ())
+        summands = _SUMMANDS.get(kind, ()) if kind != "Einsum" or len(inputs) == 1 else ()
         half = inputs[summands[0]].dtype if summands else None
         if half not in _HALF or (kind, half) in _EXACT:
             return operation
