@@ -201,6 +201,8 @@ def _convert_what_runs(
         untried, raised = _convert(model, policy, plan, changes, exact)
         if raised is None:
             return plan, rebuilds, untried
+        if any(raised is x for x in raising):  # it is inside an output layer, in that one's dtype
+            raise ValueError(_mixed_dtypes(model, policy))
         raising.append(raised)
 
 

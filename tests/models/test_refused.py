@@ -105,6 +105,13 @@ def test_layers_that_raise_in_half_precision_stay_in_float32(always, kind):
     model(X)
 
 
+def test_a_layer_that_raises_inside_an_output_layer_of_half_precision():
+    """Which has the dtype that was asked for."""
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4), Around(Fussy(True))])
+    convert = lambda model: kmp.to_mixed_precision(model, "p=f32,c=bf16,o=bf16")  # noqa: E731
+    nothing_converted(model, convert, ValueError, "cannot be called in")
+
+
 class OfItsOwn(keras.Model):
     """Its own code raises in half precision, in inference or in training."""
 
