@@ -59,7 +59,7 @@ def noting_calls(variables: Sequence[Any]) -> Iterator[set[int]]:
         yield noted
     finally:
         for each in variables:
-            del each.assign
+            vars(each).pop("assign", None)
 
 
 class Guard:
