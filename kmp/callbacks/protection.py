@@ -37,6 +37,8 @@ def protect(model: Any) -> "Protection":
     ```
     the state that layers update themselves    moving statistics, counters, of any layer, frozen or
                                                not; the kernel of SpectralNormalization
+    variables of the model itself that its     only if the step makes them inf or NaN: a
+    `train_step` assigns                       `train_step` that accumulates gradients begins anew
     the epoch's averages                       of the loss and of all metrics, if the loss of the
                                                step is not finite or the step is a spike; of a
                                                metric that it would make inf or NaN
