@@ -449,3 +449,18 @@ def test_repr_says_what_it_is():
     plain = repr(kmp.scaled("sgd", 128.0))
     assert plain == "<LossScaleOptimizer of SGD, loss_scale=StaticLossScale(value=128.0)>"
     assert "spikes=SkipSpikes(factor=10.0, " in repr(kmp.scaled("adam", spikes="skip"))
+
+
+@pytest.mark.only("jax")
+def test_a_train_step_that_scales_the_loss_as_on_other_backends_is_told():
+    """`fit` has emptied the variables."""
+
+    class Scales(keras.Sequential):
+        def train_step(self, state, data):
+            return {"loss": self.optimizer.scale_loss(keras.ops.mean(data[0]))}, state
+
+    model = Scales([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(kmp.scaled("sgd"), "mse")
+    model.optimizer.build(model.trainable_variables)
+    with pytest.raises(RuntimeError, match=r"stateless_scale_loss\(optimizer_variables, loss\)"):
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)

@@ -35,6 +35,25 @@ from kmp._backend.types import (
 _LOOPS = ("fori_loop", "map", "scan", "while_loop")
 
 
+def _values(variables: Sequence[Variable]) -> list[Tensor]:
+    """What variables hold.
+
+    Raises:
+        RuntimeError: if they are empty, because `fit` holds what they held.
+    """
+    try:
+        return [v.value for v in variables]
+    except TypeError:
+        if all(v._value is not None for v in variables):
+            raise
+        raise RuntimeError(
+            "The optimizer is empty while JAX's fit runs: its state is an argument of train_step. "
+            f"Received: a train_step that reads {variables[0].path!r} of the optimizer. Write "
+            "self.optimizer.stateless_scale_loss(optimizer_variables, loss) in place of "
+            "scale_loss(loss), and stateless_apply in place of apply."
+        ) from None
+
+
 class JaxBackend(Backend):
     """What differs on JAX."""
 
@@ -255,7 +274,7 @@ class JaxBackend(Backend):
     def read(self, model: Any, variables: list[Variable], each: bool = False) -> list[Tensor]:
         state = getattr(model, "_jax_state", None)
         if not state or model._jax_state_synced:
-            return [v.value for v in variables]
+            return _values(variables)
         live: dict[int, Tensor] = {}
         for key, owned in (
             ("optimizer_variables", lambda: model.optimizer.variables),
