@@ -573,11 +573,15 @@ def test_keras_own_loss_scaling_is_protected_too(scale):
 
 
 class StepsAnother(keras.Model):
-    """As a GAN: what `compile` makes for its own optimizer never steps."""
+    """As a GAN: what `compile` makes for its own optimizer never steps.
+
+    Its layers are in float32: a watched step sums half precision otherwise than Keras.
+    """
 
     def __init__(self):
         super().__init__()
-        self.parts = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        layers = keras.layers.BatchNormalization, functools.partial(keras.layers.Dense, 1)
+        self.parts = keras.Sequential([layer(dtype="float32") for layer in layers])
         self.parts.build((None, 2))
         self.other = kmp.scaled("sgd", learning_rate=RATE)
         self.other.build(self.parts.trainable_variables)
