@@ -7,6 +7,7 @@ import keras
 
 from kmp._backend.types import Tree
 from kmp._keras import path_of
+from kmp.debug.blame import Blame
 from kmp.debug.nonfinite import first_blame
 from kmp.debug.policies import Unit, units_of
 from kmp.debug.precisions import output_sqnr, quality_of
@@ -120,9 +121,20 @@ class Search:
             return True, unit
         if blame is None:
             return False, None
-        # The code of a loss computes in what the layer before it returns.
+        if blame.phase == "loss":
+            return True, self._taken_by_the_loss(blame)
         to_keep = blame.call or blame.after
         return True, self._unit_of(to_keep.layer) if to_keep else None
+
+    def _taken_by_the_loss(self, blame: Blame) -> Unit | None:
+        """The unit before the code of a loss, which computes in what layers return.
+
+        If that is none, or is kept already, the last of the others.
+        """
+        unit = self._unit_of(blame.after.layer) if blame.after else None
+        if unit is None or unit in self.kept:
+            unit = next((x for x in reversed(self.units) if x not in self.kept), None)
+        return unit
 
     def _regularized(self) -> Unit | None:
         """A unit with an activity regularizer in half precision, which the losses may not add."""

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from linear_runs import JIT
+from linear_runs import JIT, SPE
 from oracle import BACKEND
 
 import kmp
@@ -99,6 +99,7 @@ class Accumulating(keras.Model):
 
 
 HOW = [{}, {"run_eagerly": True}, *({"jit_compile": jit} for jit in JIT[1:])]
+HOW += [{"steps_per_execution": spe} for spe in SPE[1:]]
 
 
 @pytest.mark.quick

@@ -262,6 +262,27 @@ def test_the_layer_that_the_code_of_a_loss_takes_is_kept():
     assert np.isfinite(model.fit(x, np.zeros(2), verbose=0).history["loss"]).all()
 
 
+class LoudLoss(keras.Model):
+    """A graph that ends in an operation, which has no dtype of its own."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(ops.multiply(y_pred, 1e4)))
+
+
+def test_the_layers_are_tried_where_the_loss_takes_what_an_operation_returns():
+    """As `locate_nonfinite` advises there."""
+    inputs = keras.Input((4,))
+    outputs = layers.Dense(4, name="last")(layers.Dense(4, name="first")(inputs)) * 2.0
+    model, x = LoudLoss(inputs, outputs), np.ones((2, 4), "float32")
+    model.compile("sgd", None)
+    diagnosis = kmp.debug.diagnose(model, x, np.zeros(2))
+    assert diagnosis.float32_layers == ("last",) and diagnosis.gradients_finite
+    for layer in model.layers[1:]:
+        layer.dtype_policy = "mixed_float16"
+    report = kmp.debug.locate_nonfinite(model, x, np.zeros(2), loss_scale=1.0)
+    assert report.phase == "loss" and "kmp.debug.diagnose tries each of them" in report.cause
+
+
 def test_two_kept_blocks_may_share_a_layer():
     shared = layers.Dense(4, name="shared")
     blocks = [Residual(shared, name=name) for name in ("one", "two")]

@@ -449,7 +449,7 @@ class ClippedWhileScaled(Detector):
             "",
             f"the gradients' norm times the loss scale was {norm:.3g} at each of the last "
             f"{self._LOOKS} looks: they are clipped before they are divided by the scale, which "
-            f"leaves next to nothing of them",
+            "leaves next to nothing of them",
             f"Do not clip them in your train_step: give the optimizer {way}={norm:.3g}, which "
             "clips them after the division.",
         )
