@@ -772,14 +772,19 @@ OF_STANDSTILL = [
         A(
             "ClippedWhileScaled",
             f"give the optimizer {way}=1, which clips them after the division",
-            f"a `train_step` clips the scaled gradients of {of} to a norm of 1",
+            f"a `train_step` clips {of}",
             {"model": Forgetful, "prepare": clips(how), "optimizer": "sgd", "epochs": 8},
             "as it says",
             {"prepare": remember, "inner": {way: 1.0}},
         )
         for how, way, of in (
-            ("all", "global_clipnorm", "all weights together"),
-            ("each", "clipnorm", "each weight"),
+            (
+                "all",
+                "global_clipnorm",
+                "the scaled gradients of all weights together to a norm of 1",
+            ),
+            ("each", "clipnorm", "the scaled gradients of each weight to a norm of 1"),
+            ("value", "clipvalue", "each number of the scaled gradients to 1"),
         )
     ),
     A(

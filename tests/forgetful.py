@@ -12,8 +12,8 @@ class Forgetful(keras.Sequential):
         stepped: the optimizer; "its own"; or None, for nobody.
         scales: whether the loss is scaled.
         tells: whether Keras's average of the loss is updated.
-        clips: the norm that it clips the gradients to by itself, while they are scaled: of
-            "all" together or of "each"; None if it does not.
+        clips: what it clips to 1 by itself, while gradients are scaled: the norm of
+            "all" together or of "each", or a "value" for each number; None if it does not.
     """
 
     stepped, scales, tells, clips = None, True, False, None
@@ -28,6 +28,8 @@ class Forgetful(keras.Sequential):
     def clipped(self, gradients):
         if self.clips is None:
             return gradients
+        if self.clips == "value":
+            return [ops.clip(x, -1.0, 1.0) for x in gradients]
         squares = [ops.sum(ops.square(x)) for x in gradients]
         if self.clips == "all":
             squares = [sum(squares)] * len(squares)

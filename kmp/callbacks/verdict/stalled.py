@@ -413,14 +413,20 @@ class UnscaledLoss(Detector):
 
 
 class ClippedWhileScaled(Detector):
-    """STALLED: a train step clips the norm of gradients that the loss scale still multiplies.
+    """STALLED: a train step clips gradients that the loss scale still multiplies.
 
     Their scaled norm, or the largest of a variable, is then the same number at each look, though
-    the gradients differ, and small for a norm that was multiplied by the scale.
+    the gradients differ, and small for a norm that was multiplied by the scale. Where single
+    numbers were clipped, most variables have the same largest one.
     """
 
     _LOOKS = 4
-    _LEAST_SCALE, _LARGEST_NORM = 1024.0, 10.0
+    _LEAST_SCALE, _LARGEST = 1024.0, 10.0
+    _WAYS = (
+        ("clipvalue", "largest number"),
+        ("clipnorm", "norm"),
+        ("global_clipnorm", "norm"),
+    )
     _SAME, _DIFFERENT = 1e-3, 1e-2  # relative: half precision rounds what is clipped
 
     def __init__(self):
@@ -431,28 +437,38 @@ class ClippedWhileScaled(Detector):
         report = look.report
         if report.measured_step != self._step:
             self._step = report.measured_step
+            largest = report.matrix[:, MAX_ABS].astype("float64")
+            value = self._shared(largest)
             norms = [report.matrix[:, L2_NORM].max(initial=0.0), report.grad_norm]
-            sizes = np.array([*norms, *report.matrix[:, MAX_ABS]], "float64")
-            self._sizes.append(sizes * report.loss_scale)
+            self._sizes.append(np.array([value, *norms, *largest]) * report.loss_scale)
         if len(self._sizes) < self._LOOKS or report.loss_scale < self._LEAST_SCALE:
             return None
         least, most = np.min(self._sizes, axis=0), np.max(self._sizes, axis=0)
-        if not np.isfinite(most).all() or (most[2:] <= (1 + self._DIFFERENT) * least[2:]).all():
+        if not np.isfinite(most).all():
             return None
-        highest = np.minimum((1 + self._SAME) * least[:2], self._LARGEST_NORM)
-        same = (most[:2] > 0) & (most[:2] <= highest)
+        highest = np.minimum((1 + self._SAME) * least[:3], self._LARGEST)
+        same = (least[:3] > 0) & (most[:3] <= highest)
+        if (most[3:] <= (1 + self._DIFFERENT) * least[3:]).all():
+            same[1:] = False  # a batch of all data may have such norms
         if not same.any():
             return None
-        norm, way = most[:2][same][0], "clipnorm" if same[0] else "global_clipnorm"
+        clipped = most[:3][same][0]
+        way, of = self._WAYS[np.argmax(same)]
         return Verdict(
             "STALLED",
             "",
-            f"the gradients' norm times the loss scale was {norm:.3g} at each of the last "
+            f"the gradients' {of} times the loss scale was {clipped:.3g} at each of the last "
             f"{self._LOOKS} looks: they are clipped before they are divided by the scale, which "
             "leaves next to nothing of them",
-            f"Do not clip them in your train_step: give the optimizer {way}={norm:.3g}, which "
+            f"Do not clip them in your train_step: give the optimizer {way}={clipped:.3g}, which "
             "clips them after the division.",
         )
+
+    def _shared(self, largest: np.ndarray) -> float:
+        """The largest of all numbers if most of several variables have it, else 0."""
+        most = largest.max(initial=0.0)
+        number = np.count_nonzero((1 + self._SAME) * largest >= most)
+        return most if number > max(1, len(largest) / 2) else 0.0
 
 
 _NOTHING = 1e-6  # l2 norm of a kernel or an embedding
