@@ -77,7 +77,7 @@ def unscaled_float16(model: Any) -> Findings:
                 f"Compile with kmp.scaled({kind}, ...)."
                 if name == "optimizer"
                 else f"Write {name}=kmp.scaled({kind}, ...), and {name}.scale_loss(loss) in "
-                "train_step.",
+                f"train_step, on JAX {name}.stateless_scale_loss(its variables, loss).",
             )
 
 

@@ -65,7 +65,8 @@ def scale_losses(model: Any, policy: Policy, prefix: str = "") -> str:
         if name != "optimizer":
             said.append(
                 f"{prefix}{name} ({kind}) does not scale the loss. Write "
-                f"{name}=kmp.scaled({kind}, ...), and {name}.scale_loss(loss) in train_step."
+                f"{name}=kmp.scaled({kind}, ...), and {name}.scale_loss(loss) in train_step, on "
+                f"JAX {name}.stateless_scale_loss(its variables, loss)."
             )
             continue
         scaled = LossScaleOptimizer(optimizer)
