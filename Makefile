@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-# Python compiles what it imports, and need not compile the rest: that is half of the time.
+# Python compiles what it imports, and need not compile the rest: that is half of the time. Where it
+# may not store that, each process would compile TensorFlow again, in 7 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile \
   --constraint constraints.txt
 CORE = tests/test_contract.py tests/test_faults.py
