@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 from keras import Model
 from keras.layers import BatchNormalization, Dense, EinsumDense, Masking
 
@@ -245,15 +246,15 @@ def constant(program: Program) -> Findings:
             next_to_1 = 1 - eps / 2 if abs(lost.number) < 1 else 1 + eps
             yield (
                 path_of(lost.layer),
-                f"the bound {lost.number:g} becomes {lost.instead:g} in {lost.dtype}: of this a "
-                "logarithm or a quotient may be infinite.",
+                f"the bound {np.float32(lost.number)!s} becomes {lost.instead:g} in {lost.dtype}: "
+                "of this a logarithm or a quotient may be infinite.",
                 _advice_for(lost, math.copysign(next_to_1, lost.number)),
             )
         elif lost.instead and not of_a_mask:
             yield (
                 path_of(lost.layer),
                 f"the constant {lost.number:g} is beyond {largest:g}, the largest number of "
-                f"{lost.dtype}: it becomes inf, and inf - inf is NaN.",
+                f"{lost.dtype}: it becomes inf, and inf - inf and 0 * inf are NaN.",
                 _advice_for(lost, math.copysign(largest / 2, lost.number)),
             )
 
@@ -261,6 +262,8 @@ def constant(program: Program) -> Findings:
 def _advice_for(lost: LostConstant, instead: float) -> str:
     if not lost.is_of_kerass_code:
         return f"Use {instead:g}, or keep it in float32."
+    if not isinstance(lost.layer, keras.Layer):
+        return 'Call it on keras.ops.cast(x, "float32") in place of x.'
     return _ADVICE if lost.is_cheap_in_float32 else 'Give the layer dtype="float32".'
 
 

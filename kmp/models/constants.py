@@ -34,27 +34,19 @@ class LostConstant(NamedTuple):
         number: as it is written.
         dtype: the half precision that it is rounded to.
         instead: what it becomes.
+        is_of_kerass_code: whether the code that holds it is Keras's own, and was not given it.
     """
 
     layer: Any
     number: float
     dtype: str
     instead: float
+    is_of_kerass_code: bool
 
     @property
     def is_cheap_in_float32(self) -> bool:
         """Whether float32 costs the layer little: it has no weights, and is no model."""
         return is_inner_layer(self.layer) and not self.layer.weights
-
-    @property
-    def is_of_kerass_code(self) -> bool:
-        """Whether Keras's own code of a layer has it, and the layer was not given it."""
-        runs_given_code = isinstance(self.layer, Activation | Lambda)
-        if runs_given_code or not (isinstance(self.layer, Layer) and is_kerass_own(self.layer)):
-            return False
-        given = keras.tree.flatten(self.layer.get_config())
-        numbers = [float(np.float32(x)) for x in given if isinstance(x, int | float)]
-        return self.number not in numbers
 
 
 def lost_constants(program: Program) -> list[LostConstant]:
@@ -68,9 +60,24 @@ def lost_constants(program: Program) -> list[LostConstant]:
         exact = {key: constants for key, (_, constants) in _constants_by_call(full).items()}
         for key, (call, constants) in _constants_by_call(half).items():
             for number, dtype, instead in _lost(constants, exact.get(key, [])):
-                lost = LostConstant(call.layer, number, dtype, instead)
+                of_keras = is_kerass_own(call.layer) and not _is_given(call, number)
+                lost = LostConstant(call.layer, number, dtype, instead, of_keras)
                 found.setdefault((id(call.layer), number), lost)
     return list(found.values())
+
+
+def _is_given(call: Call, number: float) -> bool:
+    """Whether a layer or an operation was given a number, or the code that has it."""
+    layer = call.layer
+    if isinstance(layer, Activation | Lambda):
+        return True
+    given = layer.get_config() if isinstance(layer, Layer) else (vars(layer), call.passed)
+    return float(np.float32(number)) in _numbers_of(given)
+
+
+def _numbers_of(given: Any) -> list[float]:
+    """The numbers in a structure, as float32 has them."""
+    return [float(np.float32(x)) for x in keras.tree.flatten(given) if isinstance(x, int | float)]
 
 
 class Constant(NamedTuple):
@@ -168,5 +175,4 @@ def _passed(call: Call) -> list[Constant]:
     """
     if isinstance(call.layer, Layer):
         return []
-    numbers = [x for x in keras.tree.flatten(call.passed) if isinstance(x, int | float)]
-    return [Constant("", float(np.float32(x))) for x in numbers]
+    return [Constant("", x) for x in _numbers_of(call.passed)]

@@ -196,6 +196,7 @@ BOUNDS = {
     "minimum": (1 - 1e-4, lambda p, b: keras.ops.log(1 - keras.ops.minimum(p, b))),
     "negative": (1e-4 - 1, lambda p, b: keras.ops.log(1 + keras.ops.maximum(-p, b))),
     "above": (1 + 1e-4, lambda p, b: 1 / (keras.ops.maximum(p, b) - 1)),
+    "next to 1": (0.9999999, lambda p, b: keras.ops.log(1 - keras.ops.minimum(p, b))),
 }
 
 
@@ -223,11 +224,32 @@ def test_bounds_that_become_1(policy, name, is_layer):
     model = bounded_by(bound)
     assert not np.isfinite(model.predict(large, verbose=0)).all()
     (found,) = kmp.audit(model).of_kind("constant")
-    assert f"the bound {bound:g} becomes {np.sign(bound):g} in {policy[6:]}" in found.problem
+    assert f"the bound {bound:.7g} becomes {np.sign(bound):g} in {policy[6:]}" in found.problem
     advised = float(re.match(r"Use (\S+), or keep it in float32", found.advice)[1])
     model = bounded_by(advised)
     assert kmp.audit(model).of_kind("constant") == ()
     assert np.isfinite(model.predict(large, verbose=0)).all()
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:.*overflow encountered in cast:RuntimeWarning")
+def test_a_constant_in_the_code_of_an_operation_of_keras():
+    """Nobody can write another one there."""
+    inputs = keras.Input((8,))
+
+    def normalized(cast):
+        hidden = cast(layers.Dense(8, use_bias=False)(inputs))
+        return keras.Model(inputs, layers.Dense(2, dtype="float32")(keras.ops.normalize(hidden)))
+
+    keras.config.set_dtype_policy("mixed_float16")
+    model = normalized(lambda x: x)
+    assert np.isnan(model.predict(np.zeros((1, 8)), verbose=0)).all()
+    (found,) = kmp.audit(model).of_kind("constant")
+    assert "the constant 1e+07 is beyond 65504" in found.problem
+    assert found.advice == 'Call it on keras.ops.cast(x, "float32") in place of x.'
+    model = normalized(lambda x: keras.ops.cast(x, "float32"))
+    assert kmp.audit(model).of_kind("constant") == ()
+    assert np.isfinite(model.predict(np.zeros((1, 8)), verbose=0)).all()
 
 
 def test_sound_constants_are_no_findings():
