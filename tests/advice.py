@@ -38,6 +38,7 @@ from advised_runs import (
     resumed,
     train,
 )
+from follower import MOVED, Follower, share_moved
 from forgetful import Forgetful
 from keras import layers, ops
 from keras.callbacks import LambdaCallback
@@ -1488,6 +1489,17 @@ def converted(**changes):
     return Outcome(said, watch.verdict.state, loss_in_float32(model, settings))
 
 
+def follows(policy, converted_to="", filter_fn=None):
+    """How wrong the way is that weights go which follow others by small steps."""
+    keras.config.set_dtype_policy(policy)
+    model = Follower()
+    if converted_to:
+        kmp.to_mixed_precision(model, converted_to, filter_fn)
+    found = kmp.audit(model).of_kind("frozen weights")
+    wrong = abs(share_moved(model) - MOVED)
+    return Outcome("\n".join(map(str, found)), "found" if found else "clean", wrong)
+
+
 def on_a_tpu(policy):
     with mock.patch.object(backend, "platform", return_value="tpu"):
         return audited("float16 on a TPU", policy=policy)
@@ -1631,6 +1643,27 @@ OF_AUDIT = [
         {**PURE, **BARE},
         "as it says",
         {"wrap": kmp.scaled, "policy": "mixed_bfloat16"},
+    ),
+    A(
+        "audit: frozen weights",
+        'Keep its weights in float32: build it under "mixed_bfloat16"',
+        "a network in bfloat16 follows another one with a momentum of 0.999",
+        lambda: follows("bfloat16"),
+        "as it says",
+        lambda: follows("mixed_bfloat16"),
+        quick=True,
+        state="clean",
+        tolerance=0,
+    ),
+    A(
+        "audit: frozen weights",
+        "or exclude it with filter_fn when you convert the model",
+        "a network in bfloat16 follows another one with a momentum of 0.999",
+        lambda: follows("float32", "bfloat16"),
+        "as it says",
+        lambda: follows("float32", "bfloat16", lambda layer, path: "teacher" not in path),
+        state="clean",
+        tolerance=0,
     ),
     A(
         "audit: half gradient",

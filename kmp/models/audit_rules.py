@@ -22,6 +22,7 @@ AUDIT_RULES: dict[str, Callable[[Program], Findings]] = {
     "unscaled float16": _of_model(training.unscaled_float16),
     "float16 on a TPU": _of_model(training.float16_on_a_tpu),
     "half weights": _of_model(training.half_weights),
+    "frozen weights": _of_model(training.frozen_weights),
     "half gradient": _of_model(training.half_gradient),
     "rounded variables": _of_model(training.rounded_variables),
     "half statistics": layers.half_statistics,

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import Model
+from keras import Layer, Model
 from keras.layers import BatchNormalization, Dense, EinsumDense, Masking
 
 from kmp._keras import is_inner_layer, is_preprocessing, layers_of, path_of, rounds_raw_inputs
@@ -262,7 +262,7 @@ def constant(program: Program) -> Findings:
 def _advice_for(lost: LostConstant, instead: float) -> str:
     if not lost.is_of_kerass_code:
         return f"Use {instead:g}, or keep it in float32."
-    if not isinstance(lost.layer, keras.Layer):
+    if not isinstance(lost.layer, Layer):
         return 'Call it on keras.ops.cast(x, "float32") in place of x.'
     return _ADVICE if lost.is_cheap_in_float32 else 'Give the layer dtype="float32".'
 

@@ -38,7 +38,13 @@ from kmp.models.optimizers import scales_the_loss
 from kmp.models.output_layers import output_layers
 from kmp.models.programs import Program
 from kmp.models.recurrence import adds_up_steps
-from kmp.models.side_effects import CAST_LOSS, half_losses, loss_problem
+from kmp.models.side_effects import (
+    CAST_LOSS,
+    frozen_weights_that_move,
+    half_losses,
+    loss_problem,
+    moving_problem,
+)
 from kmp.precision.float_formats import formats
 from kmp.precision.trees import HALF_DTYPES
 from kmp.scaling.optimizer import LossScaleOptimizer
@@ -139,6 +145,17 @@ def _problem_of_half_weights(
         f"{len(variables)} variables are in {dtype}, and {still:.0%} of their weights are so large "
         f"that a step of {name}, learning rate {rate:g}, is rounded away."
     )
+
+
+def frozen_weights(model: Any) -> Findings:
+    """Frozen half weights that the model's own code moves, as those of a momentum encoder."""
+    for layer, dtype in frozen_weights_that_move(model).items():
+        yield (
+            path_of(layer),
+            f"it {moving_problem(dtype)}",
+            f'Keep its weights in float32: build it under "mixed_{dtype}", or exclude it with '
+            "filter_fn when you convert the model.",
+        )
 
 
 def _half_memory(optimizer: Any) -> HalfMemory | None:

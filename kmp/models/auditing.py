@@ -80,6 +80,8 @@ def audit(model: keras.Model) -> AuditReport:
     - `"float16 on a TPU"`: TPUs have no float16 matrix product;
     - `"half weights"`: weights in bfloat16 that Adam does not move, or in any half precision and so
       large that the optimizer's steps are rounded away;
+    - `"frozen weights"`: those in half precision of a frozen layer, where the model's own code
+      assigns variables: small steps, as of a momentum encoder, are rounded away;
     - `"half gradient"`: the gradient of an `Embedding` if Keras's train step on JAX adds it up in
       half precision, or those of the biases of a compiled model if this machine does so, unless
       `kmp.protect` or one of kmp's callbacks protects the model; and the gradient of a `GRU` or

@@ -8,12 +8,13 @@ are added in the dtype that the layer computes in, and TensorFlow does not add t
 float32.
 """
 
+import inspect
 from typing import Any
 
 from keras import Layer, Model
 from keras.layers import RNN
 
-from kmp._keras import path_of
+from kmp._keras import layers_of, path_of
 from kmp.models.constants import HAS_A_CONSTANT, lost_constants
 from kmp.models.indices import Rounding
 from kmp.models.programs import Program, whose, with_callers
@@ -81,9 +82,46 @@ def harmed_layers(program: Program) -> dict[int, Rounding]:
     }
 
 
+def frozen_weights_that_move(model: Model) -> dict[Layer, str]:
+    """The outermost frozen layers whose weights the model's own code may move, and their dtype.
+
+    That is so if they are in half precision and the code assigns variables, other than when the
+    model is made.
+    """
+    if not _assigns(type(model)):
+        return {}
+    found: dict[Layer, str] = {}
+    inside: set[int] = set()
+    for layer in layers_of(model):
+        halves = [v.dtype for v in layer.weights if v.dtype in HALF_DTYPES]
+        if halves and not layer.trainable and id(layer) not in inside:
+            found[layer] = halves[0]
+            inside |= {id(x) for x in layers_of(layer)}
+    return found
+
+
+def _assigns(kind: type[Model]) -> bool:
+    """Whether a method of a class that is not Keras's assigns variables."""
+    own = [x for x in kind.__mro__ if not x.__module__.startswith("keras.")]
+    methods = [each for x in own for name, each in vars(x).items() if name not in _MAKING]
+    codes = [each.__code__ for each in methods if inspect.isfunction(each)]
+    for code in codes:
+        if _ASSIGNING & set(code.co_names):
+            return True
+        codes += [x for x in code.co_consts if inspect.iscode(x)]
+    return False
+
+
+_MAKING = {"__init__", "build"}
+_ASSIGNING = {"assign", "assign_add", "assign_sub"}
+
+
 def told_of_models(program: Program) -> str:
     """What the code of the models themselves rounds, and what to write; empty if nothing."""
-    told = []
+    told = [
+        f"{path_of(layer)!r} {moving_problem(dtype)} Exclude it with filter_fn then."
+        for layer, dtype in frozen_weights_that_move(program.model).items()
+    ]
     for layer, dtype in half_losses(program).items():
         if isinstance(layer, Model):
             told.append(f"{path_of(layer)!r} itself {loss_problem(dtype)} {CAST_LOSS}")
@@ -101,6 +139,14 @@ def loss_problem(dtype: str) -> str:
     """What happens to a loss that is added in half precision."""
     inf = ", inf beyond 65504" if dtype == "float16" else ""
     return f"adds a loss in {dtype}: it is rounded{inf}, and `fit` raises on TensorFlow."
+
+
+def moving_problem(dtype: str) -> str:
+    """What happens to frozen weights that move by small steps."""
+    return (
+        f"is frozen, and its weights are in {dtype}. If the model's own code moves them by small "
+        "steps, as those of a momentum encoder, most are rounded away."
+    )
 
 
 def state_problem(dtype: str, names: list[str]) -> str:
