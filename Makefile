@@ -15,9 +15,10 @@ PYTEST_REST = $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
 PYTEST_OLDEST = $(VENV)-oldest/bin/python -m pytest -n 2 --dist worksteal
 NARROW = "not wide and (not slow or quick)"
 # What `make test` runs compiles as users do, and so does the contract on all versions. The other
-# tests leave out what XLA's CPU compiler does for speed: on JAX half of the time. The code that
-# it emits without its fusion emitters multiplies and adds in one rounding where the CPU can: two
-# programs that compute the same would differ.
+# tests leave out what XLA's CPU compiler does for speed: on JAX half of the time; and
+# tests/conftest.py what TensorFlow does with graphs: a quarter of the time. The code that XLA emits
+# without its fusion emitters multiplies and adds in one rounding where the CPU can: two programs
+# that compute the same would differ.
 AVX = $(if $(filter x86_64,$(shell uname -m)),--xla_cpu_max_isa=AVX)
 QUICK = XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false $(AVX)"
 REST = KMP_A_FIFTH_RESTS=1

@@ -42,6 +42,9 @@ if BACKEND == "tensorflow":
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
     )
+    if "--xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]:
+        # Nor is a graph optimized then, which takes as long as to run it.
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 def pytest_unconfigure():
