@@ -394,6 +394,12 @@ def half_gradients(model):
     return "\n".join(map(str, kmp.audit(model).of_kind("half gradient")))
 
 
+def start_alike(model):
+    """From the same weights in every dtype: TensorFlow draws others in bfloat16."""
+    draw = np.random.default_rng(0).normal
+    model.set_weights([draw(scale=0.3, size=v.shape) for v in model.weights])
+
+
 def saturate_head(model):
     kernel, _ = model.get_layer("head").get_weights()
     model.get_layer("head").set_weights([kernel / 100, np.array([7.5])])
@@ -825,6 +831,7 @@ OF_STANDSTILL = [
             "policy": "bfloat16",
             "rate": 1e-5,
             "scaled": {"loss_scale": "none", "rounding": "nearest"},
+            "prepare": start_alike,
         },
         "as it says",
         {"scaled": {"loss_scale": "none", "master_weights": True}},

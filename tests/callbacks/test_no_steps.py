@@ -138,7 +138,7 @@ def test_an_empty_weight_does_not_hide_lost_gradients():
     seen = kmp.GradientReport(("kernel", "empty"), matrix, 1.0, 5, 0, 0)
     weights = {
         "kernel": Weight("dense", "float16"),
-        "empty": Weight("dense", "float16", is_empty=True),
+        "empty": Weight("dense", "float16", sample=0),
     }
     look = look_at(seen, rule=kmp.StaticLossScale(1.0), weights=weights)
     assert verdict_on(look, look).state == "UNDERFLOW"

@@ -77,8 +77,9 @@ def test_a_learning_rate_next_to_nothing_in_bfloat16(memory):
     assert "Raise it" in watch.verdict.advice
     # The kernels stand still: NaN, or next to nothing where rounding at random has moved a number.
     # It moves one by its last bit with a chance of 1e-11 over that bit: in one run of 5,000 one
-    # that is more than 1e-9 of the norm. The biases, which began at zero, say nothing of them.
-    assert math.isnan(watch._ratio) or (not memory and watch._ratio < -9)
+    # that is more than 1e-9 of the norm. Rounded to nearest, it moves what TensorFlow has drawn to be
+    # zero. The biases, which began at zero, say nothing of them.
+    assert math.isnan(watch._ratio) or watch._ratio < -9
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -155,6 +156,26 @@ def test_weights_that_skipped_steps_hold_back(skips):
         look = look_at(report, 0.003, weights={"w": Weight("w")}, window=2, epoch_start=before)
         found, before = detector.see(look), report
     assert ("clipnorm" in found.advice) if not skips else found is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "sample, rate, looks", [(4096, 1e-5, 3), (144, 1e-5, 36), (16, 1e-5, 314), (16, 1e-9, 3)]
+)
+def test_half_precision_that_rarely_moves_is_watched_for_longer(sample, rate, looks):
+    """A step of 1e-5 may leave 16 numbers as they are for some hundred steps."""
+    detector, found, i = FrozenWeights(), None, 0
+    weights = {"w": Weight("w", "bfloat16", "bfloat16", moves_rarely=True, sample=sample)}
+    before = None
+    while found is None:
+        i += 1
+        details = np.zeros((1, 50), "float32")
+        details[:, [WEIGHT_NORM, UNMOVED_SHARE]] = 1.0
+        matrix = np.float32([[1, 1, 0, 0, 0]])
+        report = kmp.GradientReport(("w",), matrix, 1.0, 20 * i, 0, 0, details=details)
+        look = look_at(report, rate, weights=weights, epoch_start=before)
+        found, before = detector.see(look), report
+    assert (i, found.state) == (looks, "STALLED")
 
 
 @pytest.mark.parametrize("rate, state", [(0.0, "STALLED"), (1e-9, "HEALTHY")])

@@ -102,7 +102,7 @@ def test_updates_are_compared_at_the_same_rate_and_gradient(case, update, grad_n
 
 
 def at_epoch_end(report, rate=0.1, **kwargs):
-    return look_at(report, learning_rate=rate, weights=WEIGHTS, **{"losses": {}, **kwargs})
+    return look_at(report, learning_rate=rate, **{"weights": WEIGHTS, "losses": {}, **kwargs})
 
 
 def test_updates_that_float32_rounds_are_not_compared():
@@ -153,3 +153,19 @@ def test_an_epoch_that_ends_in_a_step_without_an_update():
     assert not detector.see(at_epoch_end(report(200, 1e-5), losses=None))
     assert detector.see(at_epoch_end(report(210, 0.0))).blame == "a/kernel"
     assert not detector.see(at_epoch_end(report(400, 0.0)))  # nothing has moved in this epoch
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("moved, seen", [(8, False), (64, True)])
+def test_half_precision_of_which_few_numbers_have_moved_is_not_compared(moved, seen):
+    """The step of a few numbers is as long as the last bit of the largest of them."""
+    weights = {
+        path: weight._replace(dtype="bfloat16", moves_rarely=True)
+        for path, weight in WEIGHTS.items()
+    }
+    detector, found = UpdateSlowdown(), None
+    for step, update in (99, 1e-3), (199, 1e-5):
+        looked_at = report(step, update)
+        looked_at.details[:, COLUMNS.index("unmoved_share")] = 1 - moved / 4096
+        found = detector.see(at_epoch_end(looked_at, weights=weights))
+    assert bool(found) == seen

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kmp.callbacks.verdict.nonfinite import corrupted
-from kmp.callbacks.verdict.observation import Corrupted, Detector, Observation
+from kmp.callbacks.verdict.observation import Corrupted, Detector, Observation, Weight
 from kmp.callbacks.verdict.states import Verdict
 from kmp.health.report import GradientReport
 from kmp.health.telemetry import FIRST_STEPS
@@ -306,6 +306,7 @@ _FALL = 30.0  # times; noise in the gradients makes Adam's updates 10 times smal
 _FELT = 1e-6  # share of the weights below which their own rounding shrinks an update
 _COMPARED = 3  # epochs
 _MEMORY = 20  # steps: a momentum that changes its sign stands nearly still in one
+_ENOUGH = 30  # numbers that have moved by a unit in their last place
 
 
 class _Point(NamedTuple):
@@ -349,7 +350,11 @@ class UpdateSlowdown(Detector):
     def _compare(self, look: Observation, report: GradientReport) -> Verdict | None:
         weights = look.weights
         watched = {x for x, weight in weights.items() if weight.is_matrix} or set(weights)
-        ratios = {x: r for x, r in report.update_ratio.items() if x in watched}
+        ratios = {
+            x: r
+            for x, r in report.update_ratio.items()
+            if x in watched and _is_measured(weights[x], report.unmoved_share[x])
+        }
         rate = look.run.learning_rate(list(ratios)) if ratios else 0.0
         if not rate:
             return None  # nothing has moved, as in a skipped step
@@ -370,6 +375,11 @@ class UpdateSlowdown(Detector):
         )
         slowest = min(ratios, key=lambda x: ratios[x])
         return corrupted([Corrupted(slowest, reason, of_layer=False)])
+
+
+def _is_measured(weight: Weight, unmoved_share: float) -> bool:
+    """Whether enough numbers have moved to tell how long the step was."""
+    return not weight.moves_rarely or (1 - unmoved_share) * weight.sample >= _ENOUGH
 
 
 class SpikeBudget(Detector):

@@ -19,6 +19,7 @@ from kmp._keras.optimizer import inner_optimizer_of, parts_of
 from kmp._keras.training import buffers_of, state_of
 from kmp.callbacks.loss_tracker import RECENT, read_losses
 from kmp.callbacks.verdict.states import Limits, Verdict
+from kmp.health.details import SAMPLE_SIZE
 from kmp.health.report import GradientReport, OverflowEvent, SpikeEvent
 from kmp.scaling.inner import highest_rate, weight_decay
 from kmp.scaling.restored import slots_by_path
@@ -47,7 +48,7 @@ class Weight(NamedTuple):
             precision beside a float32 master.
         network: path of the nested model that it belongs to, if a gradient of zeros can mean that
             the loss does not depend on that nested model; see `networks_of`.
-        is_empty: whether it holds no number because an axis has size 0.
+        sample: how many of its numbers are looked at in each step.
     """
 
     layer: str
@@ -56,7 +57,7 @@ class Weight(NamedTuple):
     is_matrix: bool = True
     moves_rarely: bool = False
     network: str = ""
-    is_empty: bool = False
+    sample: int = SAMPLE_SIZE
 
 
 class Run:
@@ -106,7 +107,7 @@ class Run:
                     is_matrix=len(v.shape) > 1,
                     moves_rarely=rarely(v),
                     network=network,
-                    is_empty=0 in v.shape,
+                    sample=min(math.prod(v.shape), SAMPLE_SIZE),
                 )
         return found
 
@@ -291,7 +292,7 @@ def significant(report: GradientReport, weights: Mapping[str, Weight]) -> list[s
         path
         for path, weight in weights.items()
         if path in norms
-        and not weight.is_empty
+        and weight.sample
         and norms[path]
         >= _NOISE.get(weight.compute_dtype, _NOISE_OF_FLOAT32) * largest[weight.layer]
     ]

@@ -17,6 +17,8 @@ from kmp.scaling.rules import DynamicLossScale
 
 _UNMOVED = 0.99  # share of a variable's gradients above which it counts as standing still
 _LOOKS, _STEPS = 3, 20  # looks in a row, over this many steps: fewer prove nothing
+# Steps times numbers: in half precision a step of a hundred-thousandth moves one number in 200.
+_RARE = 100_000
 _UNFELT = -7.0  # log10 of update over weight: below what float32 keeps of the norm
 _NEGLIGIBLE = 1e-6  # gradients below this share of the weights are rounding errors
 _CONVERGED = 0.01  # below this share of the largest gradient so far a run has arrived
@@ -94,6 +96,9 @@ class FrozenWeights(Detector):
         rarely = look.window > 1 or any(look.weights[path].moves_rarely for path in watched)
         enough = _LOOKS if self._has_moved or (rarely and not is_certain) else 2
         far_apart = 0 if is_certain else max(_STEPS, 2 * look.window)
+        rare = [look.weights[path].sample for path in paths if look.weights[path].moves_rarely]
+        if rare and rate is not None and rate >= _SMALL_RATE:
+            far_apart = max(far_apart, _RARE // sum(rare))
         if self._looks < enough or steps < far_apart:
             return None
         return _Still(paths, len(watched), self._looks, steps)
@@ -328,9 +333,9 @@ class NothingToTrain(Detector):
 
     def see(self, look: Observation) -> Verdict | None:
         paths, weights = look.report.paths, look.weights
-        if not all(path in weights and weights[path].is_empty for path in paths):
+        if not all(path in weights and not weights[path].sample for path in paths):
             return None
-        if any(not weight.is_empty for weight in weights.values()):
+        if any(weight.sample for weight in weights.values()):
             return Verdict(
                 "STALLED",
                 "",
