@@ -122,7 +122,7 @@ def half_indices(program: Program) -> Findings:
         dtype = each.layer.compute_dtype
         what, then = {
             INDICES: ("indices", "beyond, others are looked up in their place."),
-            ANGLES: ("positions", "their sine is that of others."),
+            ANGLES: ("positions or times", "of large ones the sine is that of others."),
             DISTANCES: ("positions", "their differences are those of others."),
         }[each.why]
         yield (

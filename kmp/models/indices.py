@@ -88,8 +88,8 @@ def roundings(program: Program, certain: bool = False) -> list[Rounding] | None:
 
     Args:
         program: of the model.
-        certain: leave out what may be right: angles whose size is not known; indices of a table so
-            small that half precision holds them all; and inputs that are right if they come as
+        certain: leave out what may be right: angles of positions that are few; indices of a table
+            so small that half precision holds them all; and inputs that are right if they come as
             integers. A Functional model says whether they do; of another model nobody knows.
 
     Returns:
@@ -242,7 +242,7 @@ def _may_be_right(
     """Whether half precision may hold what it must hold, as far as one can know.
 
     Angles of positions that are counted are wrong by up to a quarter where these go beyond a
-    quarter of the whole numbers that half precision holds.
+    quarter of the whole numbers that half precision holds. Those of raw inputs may have any size.
     """
     if why == DIFFERENCES:
         if consumer.kind == "remainder":
@@ -252,7 +252,8 @@ def _may_be_right(
     if why == ORDERED:
         return not any(_beyond_whole_numbers(x, path) for x in consumer.inputs)
     if why == ANGLES:
-        return _counts_at_most(operations, path, 0.25)
+        raw = path.intersection(labelled(operations, INPUT))
+        return not raw and _counts_at_most(operations, path, 0.25)
     return why not in (EQUALS, DISTANCES) and _holds_all(operations, path, consumer)
 
 

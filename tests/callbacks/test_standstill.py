@@ -77,8 +77,8 @@ def test_a_learning_rate_next_to_nothing_in_bfloat16(memory):
     assert "Raise it" in watch.verdict.advice
     # The kernels stand still: NaN, or next to nothing where rounding at random has moved a number.
     # It moves one by its last bit with a chance of 1e-11 over that bit: in one run of 5,000 one
-    # that is more than 1e-9 of the norm. Rounded to nearest, it moves what TensorFlow has drawn to be
-    # zero. The biases, which began at zero, say nothing of them.
+    # that is more than 1e-9 of the norm. Rounded to nearest, it moves what TensorFlow has drawn to
+    # be zero. The biases, which began at zero, say nothing of them.
     assert math.isnan(watch._ratio) or watch._ratio < -9
 
 

@@ -327,3 +327,30 @@ def test_tensor_cores_multiply_by_a_tied_embedding():
     model = keras.Model(tokens, embedding(embedding(tokens), reverse=True))
     (finding,) = kmp.audit(model).of_kind("tensor cores")
     assert finding.advice == "Round 1001 up to 1008."
+
+
+class Waves(layers.Layer):
+    """Sines of times, as diffusion models and forecasts have them."""
+
+    def call(self, time):
+        return keras.ops.sin(time * keras.ops.cast([[1.0, 0.1, 0.01]], time.dtype))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_sines_of_raw_times(policy):
+    """Nobody knows how large they are: at 900 the sine in half precision is that of another."""
+    keras.config.set_dtype_policy(policy)
+    time = np.linspace(900.25, 990.25, 91)[:, None]
+    exact = np.sin(time * [[1.0, 0.1, 0.01]])
+
+    def error(**given):
+        model = keras.Sequential([keras.Input((1,)), Waves(**given)])
+        found = [x.path for x in kmp.audit(model).of_kind("half indices")]
+        outputs = np.asarray(model.predict(time, verbose=0), "float64")
+        return bool(found), np.abs(outputs - exact).max()
+
+    found, wrong = error()
+    assert found and wrong > 0.2
+    found, wrong = error(dtype="float32")  # as the finding has it
+    assert not found and wrong < 1e-3
