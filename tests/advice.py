@@ -1489,7 +1489,9 @@ def converted(**changes):
     with heard() as texts:
         model = compiled(settings)
         kmp.to_mixed_precision(model, "mixed_float16")
-        assert not kmp.audit(model), str(kmp.audit(model))
+        found = kmp.audit(model)
+        rest = found.of_kind("half gradient")  # which a callback cures
+        assert found.findings == rest, str(found)
         watch = kmp.callbacks.GradientHealth(**settings["watch"])
         fit(model, settings, [watch])
     said = "\n".join([str(watch.verdict), *texts])

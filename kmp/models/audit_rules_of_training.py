@@ -278,10 +278,13 @@ def half_softmax(model: Any) -> Findings:
     for layer in _half_outputs(model):
         squashes = _name(getattr(layer, "activation", None)) in ("softmax", "sigmoid")
         if squashes or isinstance(layer, Softmax):
+            rounded = {
+                "float16": "below 3e-8 are 0 in float16, and so is their gradient",
+                "bfloat16": "above 0.9981 are 1 in bfloat16, where their gradient is 0 or wrong",
+            }[layer.compute_dtype]
             yield (
                 path_of(layer),
-                f"probabilities in {layer.compute_dtype} are 0 where the loss takes their "
-                "logarithm, and so is the gradient.",
+                f"the loss takes the logarithm of probabilities: those {rounded}.",
                 "End in kmp.layers.Float32OutputDense without an activation, and give the loss "
                 "from_logits=True.",
             )
@@ -405,8 +408,14 @@ def _takes_logarithms(loss: Any) -> bool:
 
 
 def _half_outputs(model: Any) -> list[keras.Layer]:
-    outputs = [x for x in output_layers(model) if x.compute_dtype in HALF_DTYPES]
-    return [x for x in outputs if not isinstance(x, Float32OutputDense)]
+    return [x for x in output_layers(model) if _returned_dtype(x) in HALF_DTYPES]
+
+
+def _returned_dtype(layer: Any) -> str:
+    """What an output layer returns; a `ReversibleEmbedding` is one in reverse."""
+    if isinstance(layer, Float32OutputDense):
+        return "float32"
+    return getattr(layer, "reverse_dtype", None) or layer.compute_dtype
 
 
 def _name(x: Any) -> str:

@@ -53,6 +53,27 @@ def test_half_softmax(head, loss):
     assert finding.path == path_of(model.layers[-1]) and "Float32OutputDense" in finding.advice
 
 
+@pytest.mark.parametrize(
+    "dtype, probability, instead, side",
+    [("float16", 2.9e-8, 0, "below 3e-8"), ("bfloat16", 0.99811, 1, "above 0.9981")],
+)
+def test_which_probabilities_are_rounded(dtype, probability, instead, side):
+    keras.config.set_dtype_policy(f"mixed_{dtype}")
+    model = model_of(layers.Dense(8, "softmax"), loss="categorical_crossentropy")
+    (finding,) = kmp.audit(model).of_kind("half softmax")
+    assert f"{side} are {instead} in {dtype}" in finding.problem
+    assert float(keras.ops.cast(probability, dtype)) == instead
+
+
+def test_an_embedding_that_is_a_float32_head():
+    tokens = keras.Input((4,), dtype="int32")
+    embedding = layers.ReversibleEmbedding(96, 8, reverse_dtype="float32")
+    model = keras.Model(tokens, embedding(embedding(tokens), reverse=True))
+    assert keras.backend.standardize_dtype(model(np.ones((2, 4))).dtype) == "float32"
+    model.compile(kmp.scaled("sgd"), "mse", metrics=[keras.metrics.Mean("mean")])
+    assert kmp.audit(model).of_kind("half output") == kmp.audit(model).of_kind("half metric") == ()
+
+
 @pytest.mark.parametrize("loss", [CROSSENTROPY(from_logits=True), "mse"], ids=["logits", "mse"])
 def test_a_softmax_whose_logarithm_nobody_takes_is_harmless(loss):
     assert "half softmax" not in kinds_of(model_of(layers.Dense(8, "softmax"), loss=loss))
