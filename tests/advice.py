@@ -2309,6 +2309,14 @@ OF_WARNINGS = [
         {"rate": 0.003},
     ),
     A(
+        "warning: gradient norm above",
+        "Otherwise scale large targets down",
+        "Adam on targets of 100,000",
+        {"data": lambda: (*regression()[:1], 1e5 * regression()[1], regression()[2]), **FLOAT32},
+        "of 1",
+        {"data": regression},
+    ),
+    A(
         "warning: float16 without loss scaling",
         'Write kmp.scaled(..., loss_scale="dynamic")',
         'samples weigh 1e-5, with `loss_scale="none"`',

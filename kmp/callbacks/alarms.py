@@ -63,7 +63,8 @@ class Alarms:
             report.step,
             f"gradient norm above {high:g}",
             {path: f"norm {x:.2g}" for path, x in measured.items() if x > high},
-            f"lower the learning rate{or_clip(look)}.",
+            f"if the loss does not fall, lower the learning rate{or_clip(look)}. Otherwise scale "
+            "large targets down.",
         )
 
     def of_skipped_steps(self, step: int, steps: int, skips: int) -> None:
