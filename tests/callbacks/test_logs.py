@@ -49,6 +49,14 @@ def test_the_logs_have_four_keys_and_those_asked_for(logs, more):
     assert all(math.isfinite(numbers[-1]) for numbers in history.values())
 
 
+@pytest.mark.quick
+def test_the_norm_of_a_skipped_step_is_not_the_smallest():
+    """What is finite of its gradients has norm 0."""
+    history = fit([GradientHealth(logs=["headroom_bits"])], poisoned=[11], epochs=2)
+    assert history["skipped_steps"] == [1, 2]
+    assert history["grad_norm"] == [math.inf] * 2 and history["headroom_bits"] == [-math.inf] * 2
+
+
 def test_two_watches_keep_their_keys_apart():
     history = fit([GradientHealth(prefix="a_"), GradientHealth(prefix="b_", logs=["lost_share"])])
     expected = {f"{prefix}_{name}" for prefix in "ab" for name in ALWAYS}
@@ -216,7 +224,7 @@ def test_on_report_gets_plain_numbers_that_add_up():
 
 def test_a_report_leaves_out_what_was_not_measured():
     def report(step):
-        matrix = np.ones((1, 5), "float32")
+        matrix = np.float32([[1, 1, 1, 0, 1]])
         return kmp.GradientReport(("a",), matrix, 1024.0, step, 0, 0)
 
     found = flat(report(3), kmp.callbacks.Verdict("HEALTHY"), math.nan)

@@ -15,6 +15,7 @@ from kmp.callbacks.curves.charts import DESCRIPTIONS
 from kmp.callbacks.curves.dashboard import Dashboard, settings_of
 from kmp.callbacks.curves.heat_map import History
 from kmp.callbacks.verdict.states import Grade, Verdict
+from kmp.health.measure import NONFINITE
 from kmp.health.report import GradientReport
 from kmp.scaling.inner import learning_rates
 from kmp.summaries import SummaryWriter
@@ -158,20 +159,24 @@ def log_numbers(
 ) -> dict[str, float]:
     """All that can go into the logs, by its name there.
 
+    The norm of gradients that are not all finite is inf, and their headroom is -inf: what is finite
+    of them may have a norm of zero, which `EarlyStopping` would call the best.
+
     Example:
 
-    >>> report = GradientReport(("a",), np.ones((1, 5), "float32"), 1024.0, 10, 0, 0)
+    >>> report = GradientReport(("a",), np.array([[1, 1, 0, 0, 0]], "float32"), 1024.0, 10, 0, 0)
     >>> log_numbers(report, Verdict("HEALTHY"), math.nan)["verdict"]
     HEALTHY
     """
     spikes = report.skipped_spikes
     of_spikes = () if spikes is None else (spikes, spikes / max(report.step, 1))
+    is_finite = not report.matrix[:, NONFINITE].any()
     return {
         "loss_scale": report.loss_scale,
         "skipped_steps": report.skipped_steps,
-        "grad_norm": report.grad_norm,
+        "grad_norm": report.grad_norm if is_finite else math.inf,
         "verdict": Grade(verdict.code if verdict else 0),
-        "headroom_bits": report.headroom_bits,
+        "headroom_bits": report.headroom_bits if is_finite else -math.inf,
         "degraded_share": _mean(report.degraded_share),
         "lost_share": _mean(report.lost_share),
         "update_ratio": update_ratio,
