@@ -78,6 +78,9 @@ def build_under(build: Callable[[], tuple], policy: str, seed: int) -> tuple:
 
     Returns:
         What `build` returns.
+
+    Raises:
+        UsageError: the model cannot be built under the policy, or `build` returns something else.
     """
     parsed, settings = parse_policy(policy)
     before = keras.config.dtype_policy()
@@ -86,7 +89,7 @@ def build_under(build: Callable[[], tuple], policy: str, seed: int) -> tuple:
         model, *rest = _build(build, Policy("float32"), seed)
         if by_keras:
             reference = model
-            model, *rest = _build(build, parsed, seed)
+            model, *rest = _build_in_half(build, parsed, seed)
             for variable, weight in zip(model.weights, reference.weights, strict=True):
                 variable.assign(keras.ops.cast(weight.value, variable.dtype))
     finally:
@@ -101,6 +104,20 @@ def build_under(build: Callable[[], tuple], policy: str, seed: int) -> tuple:
     if not by_keras:
         to_mixed_precision(model, parsed)
     return model, *rest
+
+
+def _build_in_half(build: Callable[[], tuple], policy: Policy, seed: int) -> tuple:
+    """Build a model whose weights are in half precision, which some layers do not have."""
+    try:
+        return _build(build, policy, seed)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"The model cannot be built in {policy}: some layers cannot draw weights in it. "
+            f"Received: {type(error).__name__} from the function that builds the model. Leave this "
+            "policy out: write --policies and the others."
+        ) from error
 
 
 def _build(build: Callable[[], tuple], policy: Policy, seed: int) -> tuple:

@@ -163,9 +163,9 @@ def recompute(
     if not pieces and filter_fn is None and segments is None:
         raise ValueError(
             "`model` of recompute must have blocks, layers with weights that have layers inside "
-            "them, or be a Functional or Sequential model of several layers. Received: "
-            f"{model.name!r}, which has none and is none. Choose layers by filter_fn, or build "
-            "each part that is to be computed again as a keras.Sequential or a layer of your own."
+            "them, or be a Functional or Sequential model long enough to be cut. Received: "
+            f"{model.name!r}, which is neither. Choose layers by filter_fn, or build each part "
+            "that is to be computed again as a keras.Sequential or a layer of your own."
         )
     chosen = None if policy is None else backend.recompute_policy(policy)
     recompute_only(pieces, model, backend, chosen)

@@ -7,6 +7,7 @@ from test_bench import POLICIES, build
 
 import kmp
 from kmp.cli.building import build_under, load, parse_policy
+from kmp.cli.options import UsageError
 
 
 def test_a_policy_gets_the_weights_of_float32():
@@ -34,6 +35,20 @@ def test_a_policy_that_the_function_sets_itself_does_not_stay():
     model, *_ = build_under(opinionated, "mixed_float16", seed=0)
     assert isinstance(model.optimizer, kmp.LossScaleOptimizer)  # in place of Keras's own
     assert keras.config.dtype_policy().name == "float32"
+
+
+def test_a_model_that_cannot_be_built_in_half_precision():
+    """As one with a `GRU`, whose weights are drawn by a decomposition."""
+
+    def recurrent():
+        if keras.config.dtype_policy().name == "float16":
+            raise NotImplementedError("no decomposition in float16")
+        return build()
+
+    with pytest.raises(UsageError, match=r"cannot be built in float16.*Leave this policy out"):
+        build_under(recurrent, "float16", seed=0)
+    assert keras.config.dtype_policy().name == "float32"
+    assert build_under(recurrent, "mixed_float16", seed=0)  # as the message has it
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_call_of_the_users_own_is_put_back():
             lambda: keras.Sequential([keras.Input((2,)), layers.Dense(1)]),
             None,
             ValueError,
-            "must have blocks.*Choose layers by filter_fn",
+            "must have blocks.*long enough to be cut.*neither. Choose layers by filter_fn",
         ),
     ],
 )
