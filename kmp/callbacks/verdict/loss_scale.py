@@ -127,10 +127,11 @@ class Calibrating(Detector):
         report = look.report
         if not _is_early(look):
             return None
+        skipped = "1 step was" if look.skips == 1 else f"{look.skips} steps were"
         return Verdict(
             "CALIBRATING",
             "",
-            f"{look.skips} steps were skipped on the way to a loss scale of {report.loss_scale:g}",
+            f"{skipped} skipped on the way to a loss scale of {report.loss_scale:g}",
             f"A few at the beginning are how the scale is found. If it goes on, {LOCATE}.",
         )
 
