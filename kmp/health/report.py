@@ -14,7 +14,7 @@ from kmp._backend import backend
 from kmp._backend.types import Tensor
 from kmp._common import table
 from kmp.health import details as _sample
-from kmp.health.measure import L2_NORM, MAX_ABS
+from kmp.health.measure import L2_NORM, MAX_ABS, NONFINITE
 from kmp.health.telemetry import COLUMNS, OVERFLOW_STEPS
 
 _FLOAT16_MAX = 65504.0
@@ -275,10 +275,13 @@ class GradientReport:
             norm, peak, zeros, bad, overflows = self.matrix[i]
             numbers = [f"{norm:.3g}", f"{peak:.3g}", f"{zeros:.1%}", f"{bad:.0f}"]
             rows.append([self.paths[i], *numbers, f"{overflows:.0f}"])
+        # Of gradients that are not all finite, these are the numbers of those that are.
+        levels = f"gradient norm {self.grad_norm:.3g}, headroom {self.headroom_bits:.1f} bits"
+        if self.matrix[:, NONFINITE].any():
+            levels = "gradients not finite"
         lines = [
             f"Gradient health after step {self.step}: loss scale {self.loss_scale:g}, "
-            f"{self.skipped_steps} skipped ({self.consecutive_skips} in a row now), "
-            f"gradient norm {self.grad_norm:.3g}, headroom {self.headroom_bits:.1f} bits",
+            f"{self.skipped_steps} skipped ({self.consecutive_skips} in a row now), {levels}",
             table(rows),
         ]
         if len(chosen) < len(self.paths):

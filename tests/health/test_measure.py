@@ -273,8 +273,10 @@ def test_printing_says_what_matters():
     lines = str(table).splitlines()
     assert lines[0] == (
         "Gradient health after step 100: loss scale 1024, 7 skipped (2 in a row now), "
-        "gradient norm 5, headroom 4.0 bits"
+        "gradients not finite"
     )
+    sound = str(report([[5, 4, 0.5, 0, 7]]))
+    assert "in a row now), gradient norm 5, headroom 4.0 bits\n" in sound
     assert lines[2].split() == ["dense/kernel", "5", "4", "50.0%", "2", "7"]
     assert lines[3].split() == ["dense/bias", "0", "0", "100.0%", "0", "0"]
     assert lines[4] == "Overflowed most often: dense/kernel"
