@@ -177,6 +177,11 @@ class GradientReport:
         return math.log2(_FLOAT16_MAX / scaled) if 0 < scaled < math.inf else math.inf
 
     @functools.cached_property
+    def is_finite(self) -> bool:
+        """Whether all gradients of the measured step were; the levels leave out what was not."""
+        return not self.matrix[:, NONFINITE].any()
+
+    @functools.cached_property
     def overflowed(self) -> dict[str, int]:
         """The number of overflowing steps of each variable that had any, most often first.
 
@@ -275,10 +280,9 @@ class GradientReport:
             norm, peak, zeros, bad, overflows = self.matrix[i]
             numbers = [f"{norm:.3g}", f"{peak:.3g}", f"{zeros:.1%}", f"{bad:.0f}"]
             rows.append([self.paths[i], *numbers, f"{overflows:.0f}"])
-        # Of gradients that are not all finite, these are the numbers of those that are.
-        levels = f"gradient norm {self.grad_norm:.3g}, headroom {self.headroom_bits:.1f} bits"
-        if self.matrix[:, NONFINITE].any():
-            levels = "gradients not finite"
+        levels = "gradients not finite"
+        if self.is_finite:
+            levels = f"gradient norm {self.grad_norm:.3g}, headroom {self.headroom_bits:.1f} bits"
         lines = [
             f"Gradient health after step {self.step}: loss scale {self.loss_scale:g}, "
             f"{self.skipped_steps} skipped ({self.consecutive_skips} in a row now), {levels}",

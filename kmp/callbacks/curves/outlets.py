@@ -15,7 +15,6 @@ from kmp.callbacks.curves.charts import DESCRIPTIONS
 from kmp.callbacks.curves.dashboard import Dashboard, settings_of
 from kmp.callbacks.curves.heat_map import History
 from kmp.callbacks.verdict.states import Grade, Verdict
-from kmp.health.measure import NONFINITE
 from kmp.health.report import GradientReport
 from kmp.scaling.inner import learning_rates
 from kmp.summaries import SummaryWriter
@@ -170,13 +169,12 @@ def log_numbers(
     """
     spikes = report.skipped_spikes
     of_spikes = () if spikes is None else (spikes, spikes / max(report.step, 1))
-    is_finite = not report.matrix[:, NONFINITE].any()
     return {
         "loss_scale": report.loss_scale,
         "skipped_steps": report.skipped_steps,
-        "grad_norm": report.grad_norm if is_finite else math.inf,
+        "grad_norm": report.grad_norm if report.is_finite else math.inf,
         "verdict": Grade(verdict.code if verdict else 0),
-        "headroom_bits": report.headroom_bits if is_finite else -math.inf,
+        "headroom_bits": report.headroom_bits if report.is_finite else -math.inf,
         "degraded_share": _mean(report.degraded_share),
         "lost_share": _mean(report.lost_share),
         "update_ratio": update_ratio,
